@@ -1,7 +1,8 @@
 """What processes that train one model with DistributedDataParallel find, for tests/contract/test_data_parallel.py.
 
 `python data_parallel.py RANK PROCESSES STEPS FOLDER` saves FOLDER/RANK.pt: name -> what was found, or an error message.
-Everything runs in one process group, since a process takes seconds to start.
+Everything runs in one process group, since a process takes seconds to start. More than FEW steps are those of the table
+of optimizers alone: other things are found with FEW.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +32,11 @@ from bayesgrad.preconditioners.refresh import INVERTED, MERGED
 from cases import CASES, batch, same, small_model, weights
 
 BY_NAME = {case.name: case for case in CASES}
+CORRECTED = (("diagonal", "jeffreys"), ("fisher", "flat"), ("kronecker", "flat"), ("kronecker", "jeffreys"))
+# Steps: of all runs in the fast suite, with two processes; of variants in the slow one, with four; of plain runs in it.
+FEW, SOME, MANY = 4, 8, 20
 OWN_DRAWS = ("IVON", "VON", "VOGN", "BayesBiNN", "AdaBayes-drawn")
-TIMEOUT = timedelta(seconds=1800)  # the first process runs everything alone before the others meet it
+TIMEOUT = timedelta(hours=1)  # the first process runs everything alone before the others meet it
 Result = dict[str, Tensor] | str
 
 
@@ -59,6 +63,7 @@ class Run:
         scaled: the factor of the loss, which gradients are divided by before the step.
         parts: whether one process runs a backward pass for the rows of each process.
         labels: whether observe() gets labels.
+        dtype: of weights and inputs.
         ddp: options of DistributedDataParallel.
     """
 
@@ -76,6 +81,7 @@ class Run:
     scaled: float = 1.0
     parts: bool = False
     labels: bool = False
+    dtype: torch.dtype = torch.float64
     ddp: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, size: int, index: int) -> list[list[Tensor]]:
@@ -93,9 +99,8 @@ class Run:
     @property
     def sharded(self) -> bool:
         """Whether it runs with fully_shard too in the fast suite, where tests/sharded_processes.py has plain runs."""
-        return any(
-            words in self.name for words in ("accumulated", "clipped", "skips", "raises", "closure", "adapts", "uneven")
-        )
+        words = ("accumulated", "clipped", "skips", "raises", "closure", "adapts", "uneven", "float32")
+        return any(word in self.name for word in words)
 
 
 def of(name: str, **options: Any) -> Callable[[nn.Module], Any]:
@@ -103,12 +108,28 @@ def of(name: str, **options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: case.of(model, fused=False, **options)
 
 
-def every_run(steps: int) -> Iterator[Run]:
+def every_run(steps: int) -> list[Run]:
+    return [*plain_runs(), *(replace(run, steps=run.steps or min(steps, SOME)) for run in variants())]
+
+
+def plain_runs() -> Iterator[Run]:
+    """Every optimizer and sampler, in both dtypes."""
     for case in CASES:
         parts = case.name in ("FOOF-backward", "KFAC-backward")  # whose bound is that of micro-batches
-        # The noise of a Kronecker metric depends on the basis of its null space, and that on rounding.
-        still = {"temperature": 0.0} if case.name == "Langevin-default" else {}
-        yield Run(case.name, of(case.name, **still), parts=parts)
+        yield Run(case.name, of(case.name), parts=parts)
+        # Relaxed samples of BayesBiNN-sharp are steep, so that rounding grows: later, some signs differ.
+        few = FEW if case.name == "BayesBiNN-sharp" else None
+        yield Run(f"{case.name} float32", of(case.name), parts=parts, dtype=torch.float32, steps=few)
+    for fisher in ("exact", "centered", "empirical", "sampled"):
+        make = dense_filter(fisher)
+        yield Run(f"DenseFilter {fisher}", make, model=tiny, labels=fisher in ("centered", "empirical"))
+    yield Run("DenseFilter float32", dense_filter("exact"), model=tiny, dtype=torch.float32)
+    for metric in ("identity", "kronecker", "fisher", "empirical"):
+        yield Run(f"Langevin {metric}", langevin(metric), model=tiny, labels=metric == "empirical")
+
+
+def variants() -> Iterator[Run]:
+    """Other options, other loops, and other options of DistributedDataParallel."""
     for name in ("FOOF", "KFAC", "KroneckerFilterFP"):
         more = {} if name == "KroneckerFilterFP" else {"max_norm": float("inf")}
         yield Run(f"{name} backward unbounded", of(name, precondition="backward", **more))
@@ -142,13 +163,7 @@ def every_run(steps: int) -> Iterator[Run]:
     yield Run("KFAC reduce", of("KFAC", sharing="reduce"))
     for likelihood in ("gaussian", "bernoulli", "poisson"):
         yield Run(f"Langevin labels {likelihood}", of("Langevin", likelihood=likelihood))
-    for fisher in ("exact", "centered", "empirical", "sampled"):
-        make = dense_filter(fisher)
-        yield Run(f"DenseFilter {fisher}", make, model=tiny, labels=fisher in ("centered", "empirical"), steps=4)
-    for metric in ("identity", "kronecker", "fisher", "empirical"):
-        make = langevin(metric, temperature=0.0 if metric == "kronecker" else 1.0)
-        yield Run(f"Langevin {metric}", make, model=tiny, labels=metric == "empirical", steps=5)
-    for metric, correction in (("diagonal", "jeffreys"), ("fisher", "flat"), ("kronecker", "flat")):
+    for metric, correction in CORRECTED:
         make = langevin(metric, correction=correction)
         yield Run(f"Langevin {metric} {correction}", make, model=tiny, steps=3)
 
@@ -183,13 +198,13 @@ def whole(model: nn.Module) -> Result:
 
 def train(run: Run, steps: int, rank: int | None, size: int, shards: bool = False) -> Result:
     """Trains with the rows of one process, or of all if `rank` is None."""
-    model = run.model()
+    model = run.model().to(run.dtype)
     net: Any = model
     if rank is not None:
         net = sharded(model) if shards else DistributedDataParallel(model, **run.ddp)
     optimizer = run.make(model)
     for index in range(run.steps or steps):
-        x, y = batch(index, torch.float64)
+        x, y = batch(index, run.dtype)
         if index == run.bad:
             x[0, 0] = torch.nan
         rows = run.rows(size, index)
@@ -456,12 +471,12 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
-    runs = list(every_run(steps))
+    runs = every_run(steps) if size > 2 or steps == FEW else list(plain_runs())
     for run in runs if rank == 0 else ():
         attempt(found, f"alone {run.name}", train, run, steps, None, size)
-    for name in OWN_DRAWS if rank == 0 else ():
+    for name in OWN_DRAWS if rank == 0 and steps == FEW else ():
         found[f"alone own draws {name}"] = own_draws(name, None, size)
-    for name in JOINED if rank == 0 else ():
+    for name in JOINED if rank == 0 and steps == FEW else ():
         found[f"alone joined {name}"] = joined(name, None, size)
     found["flops alone"] = refresh_flops(None, 1)
     model = model_of(rank)
@@ -470,8 +485,17 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=TIMEOUT)
     for run in runs:
         attempt(found, run.name, train, run, steps, rank, size)
-    for run in (run for run in runs if not run.ddp and (run.sharded or steps > 4)):
+    for run in (run for run in runs if not run.ddp and (run.sharded or steps > FEW)):
         attempt(found, f"sharded {run.name}", train, run, steps, rank, size, True)
+    found["flops"] = refresh_flops(rank, size)
+    if steps == FEW:
+        others(found, before, rank, size)
+    distributed.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def others(found: dict[str, Any], before: tuple[nn.Module, Any], rank: int, size: int) -> None:
+    """What is found beside weights: draws, refusals, joined processes, what is communicated."""
     for name in OWN_DRAWS:
         attempt(found, f"own draws {name}", own_draws, name, rank, size)
     found["first draw"], found["first draw again"] = first_draw(rank), first_draw(rank)
@@ -489,9 +513,6 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
         found[f"bytes {name}"] = communicated(name, rank, size, 1)
     found["bytes KFAC"] = communicated("KFAC", rank, size, update_every=10, stats_every=10)
     found["swapped"] = swapped("FOOF", rank, size)
-    found["flops"] = refresh_flops(rank, size)
-    distributed.destroy_process_group()
-    torch.save(found, folder / f"{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def results_of(factory: pytest.TempPathFactory, script: str, size: int, *words: 
             command = [sys.executable, "-W", "ignore", str(TESTS / script)]
             given = [[str(rank), *map(str, words), str(folder)] for rank in range(size)]
             workers = [subprocess.Popen([*command, *own]) for own in given]
-            end = time.monotonic() + 1800
+            end = time.monotonic() + 3600
             try:
                 while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
                     assert time.monotonic() < end

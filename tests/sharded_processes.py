@@ -1,15 +1,14 @@
 """What processes that have parts of the parameters do together, for tests/contract/test_sharded.py.
 
-`python sharded_processes.py RANK PROCESSES FOLDER` saves what it found as FOLDER/PROCESSES-RANK.pt: name -> tensors, or
-an error message. Distributed checkpoints are saved in FOLDER/PROCESSES, and read from the folders of other numbers of
-processes, as far as there are any.
+`python sharded_processes.py RANK PROCESSES SAVED_BY FOLDER` saves what it found as FOLDER/RANK.pt: name -> tensors, or
+an error message. Distributed checkpoints are read by the processes that have saved them, and, if SAVED_BY is FOUR,
+those of four processes too, which have to run first.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,18 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from bayesgrad import optim, packing
 from bayesgrad.distributed import independent_draws, independent_processes
-from cases import CASES, ELEMENTWISE, Case, batch, small_model
+from cases import CASES, Case, batch, small_model
+from data_parallel import TIMEOUT, attempt
 
 ROWS = 24  # of a batch: divisible by the numbers of processes
-FAST = [case.name for case in ELEMENTWISE]
-STEPS, LATER = range(20), range(20, 24)
-BY_NAME = {case.name: case for case in CASES}
-SHARDED = [case for case in CASES if case.make is not optim.DenseFilter]
+STEPS, LATER = range(5), range(5, 8)  # tests/data_parallel.py compares weights after twenty
+SHARDED = (*CASES, Case("DenseFilter", optim.DenseFilter, {"batch_size": ROWS, "prior_std": 0.5}, (), layers=True))
+BY_NAME = {case.name: case for case in SHARDED}
 CHECKPOINTED = ("AdaBayesFP-centered", "KalmanMomentum-prior", "BayesBiNN", "IVON", "AMSBound", "KFAC", "OGN")
+CHECKPOINTED += ("DenseFilter",)
+ITSELF, FOUR = "itself", "four"
+BOTH, LAYERED = ("AdaBayes", "IVON"), ("KFAC", "OGN")
+MODES = ("KalmanMomentum", "DenseFilter")
 Result = dict[str, Tensor] | str
 
 
@@ -57,8 +60,13 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def eager(case: Case) -> dict[str, Any]:
+    """Options by which kernels are not compiled."""
+    return {} if case.make is optim.DenseFilter else {"fused": False}
+
+
 def optimizer_of(name: str, model: nn.Module, **options: Any) -> Any:
-    return BY_NAME[name].of(model, fused=False, **options)
+    return BY_NAME[name].of(model, **eager(BY_NAME[name]), **options)
 
 
 def run(net: nn.Module, optimizer: Any, part: slice, steps: range = STEPS) -> None:
@@ -87,20 +95,13 @@ def found_in(model: nn.Module, optimizer: Any) -> Result:
     return weights | {name: v.tril() if name.endswith("_moment") and v.dim() == 3 else v for name, v in slots.items()}
 
 
-def steps_of(name: str) -> range:
-    """Fewer for those that tests/data_parallel.py runs for twenty steps."""
-    return STEPS if name in FAST else range(5)
-
-
 def train(case: Case, part: slice | None) -> Result:
     """Parts of parameters and of batches, or all of them if `part` is None."""
     model = model_of() if part is None else sharded(model_of())
-    # The bound of a step whose gradient is never formed depends on the number of passes, and the noise of a Kronecker
-    # metric on the basis of its null space.
-    options: dict[str, dict[str, Any]] = {"Langevin-default": {"temperature": 0.0}}
-    options |= {name: {"max_norm": float("inf")} for name in ("FOOF-backward", "KFAC-backward")}
-    optimizer = case.of(model, fused=False, **options.get(case.name, {}))
-    run(model, optimizer, part or slice(None), steps_of(case.name))
+    # The bound of a step whose gradient is never formed depends on the number of passes.
+    options = {"max_norm": float("inf")} if case.name in ("FOOF-backward", "KFAC-backward") else {}
+    optimizer = optimizer_of(case.name, model, **options)
+    run(model, optimizer, part or slice(None), range(20) if case.name == "BayesBiNN-sharp" else STEPS)
     return found_in(model, optimizer)
 
 
@@ -124,7 +125,7 @@ def replicated_shards(name: str, part: slice, processes: int) -> Result:
     mesh = init_device_mesh("cpu", (processes // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh=mesh)
     optimizer = optimizer_of(name, model)
-    run(model, optimizer, part, steps_of(name))
+    run(model, optimizer, part)
     return found_in(model, optimizer)
 
 
@@ -219,7 +220,7 @@ def mixed_precision(name: str, part: slice) -> Result:
     """Forward and backward passes in float32, weights and state in float64."""
     model = sharded(model_of(), mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64))
     optimizer = optimizer_of(name, model)
-    run(model, optimizer, part, range(5))
+    run(model, optimizer, part)
     return found_in(model, optimizer)
 
 
@@ -231,7 +232,7 @@ def single_precision(name: str) -> Result:
     def net(x: Tensor) -> Tensor:
         return torch.func.functional_call(model, {n: p.float() for n, p in model.named_parameters()}, (x.float(),))
 
-    run(net, optimizer, slice(None), range(5))  # pyright: ignore[reportArgumentType]
+    run(net, optimizer, slice(None))  # pyright: ignore[reportArgumentType]
     return found_in(model, optimizer)
 
 
@@ -397,42 +398,50 @@ def later(name: str) -> Result:
     return found_in(model, optimizer)
 
 
-def attempt(found: dict[str, Result], name: str, what: Callable[..., Result], *args: Any) -> None:
-    try:
-        found[name] = what(*args)
-    except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
-        found[name] = f"{type(error).__name__}: {error}"
+def alone(found: dict[str, Result], processes: int) -> None:
+    """What one process gives."""
+    for case in SHARDED:
+        attempt(found, f"alone {case.name}", train, case, None)
+    for name in CHECKPOINTED:
+        attempt(found, f"alone later {name}", later, name)
+    for kind in ("accumulated", "several", "clipped", "skip", "closure"):
+        attempt(found, f"alone {kind}", loop, "IVON", None, kind, processes)
+    for name in BOTH:
+        attempt(found, f"alone mixed {name}", single_precision, name)
+    for name in LAYERED:
+        attempt(found, f"alone mixed {name}", double_precision, name)
+    for name in (*BOTH, *LAYERED):
+        attempt(found, f"alone recomputed {name}", activation_checkpointing, name, None)
+    attempt(found, "alone large IVON", large, "IVON", None)
+    for name in MODES:
+        attempt(found, f"alone modes {name}", modes, name, None)
 
 
-def main(rank: int, processes: int, folder: Path) -> None:
+def main(rank: int, processes: int, saved_by: str, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Result] = {}
-    both = ("AdaBayes", "IVON")
-    layered = ("KFAC", "OGN")
-    if rank == 0:
-        for case in SHARDED:
-            attempt(found, f"alone {case.name}", train, case, None)
-        for name in CHECKPOINTED:
-            attempt(found, f"alone later {name}", later, name)
-        for kind in ("accumulated", "several", "clipped", "skip", "closure"):
-            attempt(found, f"alone {kind}", loop, "IVON", None, kind, processes)
-        for name in both:
-            attempt(found, f"alone mixed {name}", single_precision, name)
-        for name in layered:
-            attempt(found, f"alone mixed {name}", double_precision, name)
-        for name in (*both, *layered):
-            attempt(found, f"alone recomputed {name}", activation_checkpointing, name, None)
-        attempt(found, "alone large IVON", large, "IVON", None)
-        attempt(found, "alone modes", modes, "KalmanMomentum", None)
-    meeting = f"file://{folder}/group{processes}"
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+    everything = processes != 2 or saved_by == ITSELF  # two processes do the rest in the fast suite
+    if rank == 0 and everything:
+        alone(found, processes)
+    where = f"file://{folder}/group"
+    distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=processes, timeout=TIMEOUT)
     rows = ROWS // processes
     part = slice(rows * rank, rows * rank + rows)
-    for case in CASES:
+    if everything:
+        together(found, rank, processes, part)
+    checkpoints(found, processes, part, saved_by, folder.parent / f"checkpoints_{saved_by}")
+    distributed.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def together(found: dict[str, Result], rank: int, processes: int, part: slice) -> None:
+    """What all processes give, beside checkpoints."""
+    rows = ROWS // processes
+    for case in SHARDED:
         attempt(found, f"fsdp2 {case.name}", train, case, part)
     for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure", "loaded"):
         attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind, processes)
-    for name in (*both, *layered):
+    for name in (*BOTH, *LAYERED):
         attempt(found, f"fsdp2 mixed {name}", mixed_precision, name, part)
         attempt(found, f"fsdp2 recomputed {name}", activation_checkpointing, name, part)
         attempt(found, f"tensor recomputed {name}", tensor_parallel, name, processes, None)
@@ -444,21 +453,23 @@ def main(rank: int, processes: int, folder: Path) -> None:
     attempt(found, "apart", built_apart)
     attempt(found, "penalised", penalised, part)
     attempt(found, "fsdp2 large IVON", large, "IVON", part)
-    attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
+    for name in MODES:
+        attempt(found, f"fsdp2 modes {name}", modes, name, part)
     attempt(found, "drawn", drawn, "IVON")
     attempt(found, "posterior", posterior)
     attempt(found, "independent draws", independently_drawn)
-    (own := folder / str(processes)).mkdir(exist_ok=True)
+
+
+def checkpoints(found: dict[str, Result], processes: int, part: slice, saved_by: str, folder: Path) -> None:
+    (own := folder / str(processes)).mkdir(parents=True, exist_ok=True)
     for name in CHECKPOINTED:
         attempt(found, f"saved {name}", saved, name, part, own)
-        for other in sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()):
+        for other in sorted({processes, 4} if saved_by == FOUR else {processes}):
             for kind in ("sharded", "full", "one process"):
                 attempt(found, f"resumed from {other} {kind} {name}", resumed, name, part, folder / str(other), kind)
     attempt(found, "replicas", from_replicas, "IVON", part, own)
-    distributed.destroy_process_group()
-    torch.save(found, folder / f"{processes}-{rank}.pt")
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

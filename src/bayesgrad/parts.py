@@ -98,8 +98,8 @@ class Part:
 
     Attributes:
         needs: what the training loop has to do for this part.
-        whole: what it needs whole parameters for, in words; None if a process may have parts of them (DTensors).
-        gathers: whether it is enough that forward and backward passes have whole parameters, as with `fully_shard`.
+        whole: what passes with whole parameters give it, as with `fully_shard`, in words; None if parts of parameters
+            (DTensors) of any kind will do.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
         recorded: the layers of the model (`RecordedLayers`), for parts that use them.
@@ -108,7 +108,6 @@ class Part:
 
     needs: Needs = Needs()
     whole: str | None = "the layers of the model"
-    gathers: bool = False
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
     recorded: Any = None
@@ -334,6 +333,6 @@ def refuse_processes(optimizer: Host, parts: Iterable[Part]) -> None:
     for part in parts:
         if part.whole is not None:
             processes = 1 if optimizer.independent else distributed.joint_processes()
-            shards.refuse(name, part.whole, params, part.gathers, processes)
+            shards.refuse(name, part.whole, params, processes)
         if part.needs.draws and not optimizer.independent:
             process_limits.refuse_shards(name, params)

@@ -357,24 +357,18 @@ def summed(numbers: Sequence[Tensor], params: Sequence[Any]) -> list[Tensor]:
 # --- refusals ---
 
 
-def refuse(name: str, what: str, params: Iterable[Tensor], gathers: bool, processes: int) -> None:
+def refuse(name: str, what: str, params: Iterable[Tensor], processes: int) -> None:
     """Raises for distributed tensors.
 
     Args:
         name: of the optimizer.
-        what: it uses that needs whole parameters.
+        what: it uses, which passes with whole parameters give.
         params: all that it has.
-        gathers: whether those that forward passes gather will do.
         processes: with which it exchanges what passes have given.
     """
     some: list[Any] = [p for p in params if is_shard(p)]
     if not some:
         return
-    if not gathers:
-        raise TypeError(
-            f"{name} uses {what} and needs whole parameters in each process, got DTensors (fully_shard, tensor "
-            "parallelism): use DistributedDataParallel, or another optimizer."
-        )
     known = {id(p) for p, _ in _gathered_parameters()}
     if any(id(p) not in known or _dimension(p) is None for p in some):
         raise TypeError(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
@@ -84,9 +85,26 @@ def test_resumes_bit_for_bit_from_a_file(name: str, dtype: torch.dtype, tmp_path
         schedule.step()
     assert same(weights(model), weights(other))
     assert same(states(optimizer), states(resumed))
-    assert {value.dtype for key, value in states(resumed).items() if not key.endswith("step")} == {D}
+    assert {value.dtype for key, value in states(resumed).items() if not key.endswith(("step", "clock"))} == {D}
     with optimizer.mode(training=False), resumed.mode(training=False):
         assert same(weights(model), weights(other))
+
+
+@every_option
+def test_the_initialising_step_of_a_distributed_checkpoint_changes_nothing(name: str) -> None:
+    """A step with zero gradients and lr = 0 creates the tensors of the state, which the first step does not read."""
+    runs = [(model, built(model, name)) for model in (network(D), network(D))]
+    (model, optimizer), (other, undisturbed) = runs
+    before = weights(model)
+    created = get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]
+    shapes = {slot: value.shape for slot, value in created.items()}
+    with optimizer.mode(training=False):
+        assert same(before, weights(model))
+    assert torch.equal(optimizer.covariance(), undisturbed.covariance())
+    for one, rule in runs:
+        train(one, rule, range(2))
+    assert same(weights(model), weights(other))
+    assert shapes == {slot: value.shape for slot, value in undisturbed.state[other[0].weight].items()}
 
 
 @every_option

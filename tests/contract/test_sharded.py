@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fcntl
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +17,28 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cases import ELEMENTWISE, Case, every_case, same, small_model, train, weights
-from sharded_processes import CHECKPOINTED, SHARDED
+from launching import results_of
+from sharded_processes import BOTH, CHECKPOINTED, FOUR, ITSELF, LAYERED, MODES, SHARDED
 
-SCRIPT = Path(__file__).parents[1] / "sharded_processes.py"
-LAYERED = ("KFAC", "OGN")
 UNREADABLE = ("NaturalGradient", "NaturalGradient-layer")  # whose matrices have the shape of a batch
 Results = list[dict[str, Any]]
 slow = pytest.mark.slow
+every_sharded = pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
 processes_of = pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=slow) for n in (1, 3, 4))])
-
-
-def spawned(folder: Path, processes: int) -> Results:
-    """What each process found; they run once, for the test process that asks first."""
-    folder.mkdir(exist_ok=True)
-    files = [folder / f"{processes}-{rank}.pt" for rank in range(processes)]
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(file.exists() for file in files):
-            (folder / f"group{processes}").unlink(missing_ok=True)  # left by a run that failed
-            command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-            some = [[*command, str(rank), str(processes), str(folder)] for rank in range(processes)]
-            workers = [subprocess.Popen(one, stderr=subprocess.DEVNULL) for one in some]
-            try:
-                assert [worker.wait(timeout=1800) for worker in workers] == [0] * processes
-            finally:
-                for worker in workers:
-                    worker.kill()
-    return [torch.load(file) for file in files]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.getbasetemp()
-    folder = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    kept: dict[tuple[str, int], Results] = {}
+    """Number of processes -> what each of them found."""
+    kept: dict[tuple[int, str], Results] = {}
 
-    def of(processes: int, name: str = "sharded") -> Results:
-        if (name, processes) not in kept:
-            kept[name, processes] = spawned(folder / name, processes)
-        return kept[name, processes]
+    def of(processes: int, saved_by: str | None = None) -> Results:
+        key = processes, saved_by or (ITSELF if processes == 2 else FOUR)
+        if key[1] == FOUR and processes != 4:
+            of(4)
+        if key not in kept:
+            kept[key] = results_of(tmp_path_factory, "sharded_processes.py", processes, *key)
+        return kept[key]
 
     return of
 
@@ -84,32 +63,25 @@ def assert_alike(results: Results, name: str) -> Any:
 
 
 @processes_of
-@every_case
+@every_sharded
 def test_shards_have_the_weights_and_state_of_one_process(case: Case, processes: int, results: Any) -> None:
     found = results(processes)
-    result = assert_alike(found, f"fsdp2 {case.name}")
-    if case in SHARDED:
-        expected = found[0][f"alone {case.name}"]
-        rounding = {"BayesBiNN-sharp": 1e-8}.get(case.name, 1e-10)  # relaxed samples are steep in lambda: slopes of 10
-        assert_same(result, expected, rounding)
-        assert_same(
-            {k: v for k, v in result.items() if " " not in k}, {k: v for k, v in expected.items() if " " not in k}
-        )
-    else:
-        assert result.startswith(f"TypeError: {case.make.__name__} uses "), result
-        assert "needs whole parameters in each process, got DTensors (fully_shard, tensor parallelism): use " in result
+    result, expected = assert_alike(found, f"fsdp2 {case.name}"), found[0][f"alone {case.name}"]
+    rounding = {"BayesBiNN-sharp": 1e-8}.get(case.name, 1e-10)  # relaxed samples are steep in lambda: slopes of 10
+    assert_same(result, expected, rounding)
+    assert_same({k: v for k, v in result.items() if " " not in k}, {k: v for k, v in expected.items() if " " not in k})
 
 
 @processes_of
-@pytest.mark.parametrize("kind", ["accumulated", "several", "clipped", "skip", "closure", "large IVON", "modes"])
+@pytest.mark.parametrize("kind", ["accumulated", "several", "clipped", "skip", "closure", "large IVON", *MODES])
 def test_loops_on_shards_give_what_one_process_gives(kind: str, processes: int, results: Any) -> None:
-    """Micro-batches, draws for each of them, clipping, a gradient that is not finite in one process, closures."""
-    found = results(processes)
+    """Micro-batches, draws for each of them, clipping, a gradient that is not finite in one process, closures, eval."""
+    found, kind = results(processes), f"modes {kind}" if kind in MODES else kind
     assert_same(assert_alike(found, f"fsdp2 {kind}"), found[0][f"alone {kind}"])
 
 
 @processes_of
-@pytest.mark.parametrize("name", ["AdaBayes", "IVON", *LAYERED])
+@pytest.mark.parametrize("name", [*BOTH, *LAYERED])
 def test_other_placements_give_what_one_process_gives(name: str, processes: int, results: Any) -> None:
     """Activation checkpointing, tensor parallelism, both with shards, and groups of processes that have the same."""
     found = results(processes)
@@ -180,8 +152,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, processes: int, results: A
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_a_run_of_four_processes_goes_on_in_any_number(name: str, processes: int, results: Any) -> None:
-    expected = results(4, "resharded")[0][f"saved {name}"]
-    found = results(processes, "resharded")
+    expected, found = results(4)[0][f"saved {name}"], results(processes, FOUR)
     for kind in ("sharded", "full", "one process"):
         assert_same(assert_alike(found, f"resumed from 4 {kind} {name}"), expected)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bayesgrad import shards
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import WRAPPED, clean_name, parameters_of, with_full_names
 from bayesgrad.layers.observed import classes_last
@@ -141,15 +142,25 @@ def _random_states(device: torch.device) -> list[Tensor]:
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
-def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
-    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter."""
+def gradients_one_by_one(
+    outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor], every: Sequence[Tensor]
+) -> list[Tensor]:
+    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter.
+
+    Args:
+        params: with these gradients.
+        every: parameter that the passes may use. Those that processes have in parts are gathered once: processes may
+            have other numbers of examples.
+    """
     if not params:
         return []
     rows: list[list[Tensor]] = [[] for _ in params]
-    for example in range(len(outputs)):
-        for direction in directions:
-            alone = torch.zeros_like(direction)
-            alone[example] = direction[example]
-            for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
-                row.append(gradient.to_dense())  # of an embedding with sparse=True, which the step refuses
+    with shards.unreduced(every, keep=True):
+        used = list(shards.gathered(params).values())
+        for example in range(len(outputs)):
+            for direction in directions:
+                alone = torch.zeros_like(direction)
+                alone[example] = direction[example]
+                for row, gradient in zip(rows, torch.autograd.grad(outputs, used, alone, retain_graph=True)):
+                    row.append(gradient.to_dense())  # of an embedding with sparse=True, which the step refuses
     return [torch.stack(row) for row in rows]

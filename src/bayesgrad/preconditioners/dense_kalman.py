@@ -13,7 +13,6 @@ from torch import Tensor
 from bayesgrad import layers
 from bayesgrad.directions import Directions
 from bayesgrad.distributed import Exchange, Sum
-from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, gather_gradients
 from bayesgrad.layers.functional import gradients_one_by_one
 from bayesgrad.layers.recorder import check_outputs
@@ -23,7 +22,7 @@ from bayesgrad.precision.low_rank import Matrix
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import OrnsteinUhlenbeck
 from bayesgrad.saved_state import saved_entry
-from bayesgrad.shards import gradient_of
+from bayesgrad.shards import gradient_of, part_of, placed, placed_like, whole
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds
@@ -39,7 +38,6 @@ class DenseKalman(NetworkPreconditioner):
     """
 
     needs = Needs(outputs=True)
-    on_cpu = ()
     ou = OrnsteinUhlenbeck()
 
     def bind(self, optimizer: Host) -> None:
@@ -49,7 +47,7 @@ class DenseKalman(NetworkPreconditioner):
                 "parameters cannot be added after the first step of a joint covariance: build a new optimizer."
             )
         super().bind(optimizer)
-        self.layouts = RowLayouts()
+        self.layouts = self.row_layouts()
         self.size()
         self.optimizer.param_groups[0][ORDER] = self._names()
 
@@ -102,11 +100,11 @@ class DenseKalman(NetworkPreconditioner):
         columns, _ = gather_gradients(trace, directions, self.layouts)
         order = self.params
         rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
-        written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions)))
+        written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions, order)))
         count = len(outputs) * len(directions)
         parts = []
         for p in order:
-            rows = written[p] if p in written else p.new_zeros(count, p.numel())
+            rows = written[p] if p in written else outputs.new_zeros(count, p.numel())
             rows = columns[id(p)].rows() if id(p) in columns else rows
             parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
         self.observed.append((torch.cat(parts, 1), len(outputs), losses))
@@ -160,11 +158,13 @@ class DenseKalman(NetworkPreconditioner):
         prior, latent = self._predicted()
         size, count = len(prior.covariance), len(U)
         U = torch.cat([U, U.new_zeros(size - count, U.shape[1])])
-        state = torch.cat([*(p.detach().flatten().to(latent) for p in order), latent])
+        state = torch.cat([*(whole(p.detach()).flatten().to(latent) for p in order), latent])
         gradient = torch.zeros_like(state)
         batch_size = float(groups[0]["batch_size"])
         parts = [
-            batch_size * gradient_of(p).flatten().to(latent) if p in owners else latent.new_zeros(p.numel())
+            batch_size * whole(placed(gradient_of(p), p)).flatten().to(latent)
+            if p in owners
+            else latent.new_zeros(p.numel())
             for p in order
         ]
         gradient[:count] = torch.cat(parts)
@@ -172,12 +172,13 @@ class DenseKalman(NetworkPreconditioner):
             belief = self._updated(prior, U, still, owners)
             step = belief.solve(gradient)
             step[:count].masked_fill_(still, 0.0)
+            self.count_merge()
             entry.update(covariance=belief.covariance, mean=state - step)
             change = self._drifted(entry, state, step, owners)
         else:  # gradients that are not finite change the weights, as in torch.optim
             change = prior.solve(gradient)
         pieces = change[:count].split([p.numel() for p in order])
-        return {p: piece.view(p.shape).to(p.device) for p, piece in zip(order, pieces) if p in owners}
+        return {p: part_of(piece.view(p.shape), p).to(p.device) for p, piece in zip(order, pieces) if p in owners}
 
     def _names(self) -> list[str]:
         """The names of the parameters, in the order of the covariance."""
@@ -227,9 +228,9 @@ class DenseKalman(NetworkPreconditioner):
     def _posterior_covariance(self) -> Dense:
         """The posterior covariance of weights and latent values; before the first step, the prior's."""
         order, size = self.params, self.size()
-        entry, group = self.optimizer.state.get(order[0], {}), self.optimizer.param_groups[0]
-        if "covariance" in entry:
-            return Dense(entry["covariance"], (size,))
+        group = self.optimizer.param_groups[0]
+        if self.clock() is not None:
+            return Dense(self.optimizer.state[order[0]]["covariance"], (size,))
         if group["prior_covariance"] is not None:
             return Dense(group["prior_covariance"].to(order[0].device), (size,))
         variances = torch.zeros(size, dtype=torch.float64, device=order[0].device)
@@ -247,7 +248,7 @@ class DenseKalman(NetworkPreconditioner):
         order, believed = self.params, self._posterior_covariance()
         entry, transition = self.optimizer.state.get(order[0], {}), self.optimizer.param_groups[0]["transition"]
         weights = sum(p.numel() for p in order)
-        if "covariance" not in entry:
+        if self.clock() is None:
             return believed, believed.covariance.new_zeros(len(believed.covariance) - weights)
         if transition is None:
             return believed.propagate(entry["retain"], entry["noise"]), entry["mean"][weights:]
@@ -256,11 +257,11 @@ class DenseKalman(NetworkPreconditioner):
 
     def posterior_means(self) -> dict[Tensor, Tensor]:
         order = self.params
-        mean = self.optimizer.state.get(order[0], {}).get("mean")
-        if mean is None:
+        if self.clock() is None:
             return {}
-        sizes = [p.numel() for p in order]
-        return {p: piece.view(p.shape) for p, piece in zip(order, mean[: sum(sizes)].split(sizes))}
+        mean, sizes = self.optimizer.state[order[0]]["mean"], [p.numel() for p in order]
+        pieces = zip(order, mean[: sum(sizes)].split(sizes))
+        return {p: placed_like(piece.view(p.shape), p) for p, piece in pieces}
 
     def covariance(self) -> Tensor:
         """A copy of Sigma_post of the weights, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
@@ -268,6 +269,22 @@ class DenseKalman(NetworkPreconditioner):
         return self._posterior_covariance().covariance[:weights, :weights].clone()
 
     # --- checkpoints ---
+
+    def _shapes(self, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Of the tensors in the state of the first parameter."""
+        size = self.size(group)
+        drift = {} if group["transition"] is not None else {"retain": (size,), "noise": (size,)}
+        return {"covariance": (size, size), "mean": (size,), **drift}
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        first = self.params[0]
+        like = {"dtype": torch.float64, "device": first.device}
+        shapes = self._shapes(self.optimizer.param_groups[0])
+        self.optimizer.state[first] |= {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
+
+    def has_own_shape(self, name: str) -> bool:
+        return name in self._shapes(self.optimizer.param_groups[0])
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         group = saved["param_groups"][0]
@@ -278,11 +295,8 @@ class DenseKalman(NetworkPreconditioner):
                 f"the covariance in the saved state has {first[0]} where this model has {first[1]}: build a model "
                 "whose modules are defined in the order of the saved one."
             )
-        size = self.size(group)
         entry, _ = saved_entry(self.optimizer, saved, self.params[0])
-        shapes = {"covariance": (size, size), "mean": (size,)}
-        if group["transition"] is None:
-            shapes |= {"retain": (size,), "noise": (size,)}
+        shapes = {"clock": (3,), **self._shapes(group)}
         lost = sorted(set(shapes) - set(entry))
         if 0 < len(lost) < len(shapes):
             raise ValueError(f"the saved state lacks {lost}: it is not a state of DenseFilter, or it is truncated.")

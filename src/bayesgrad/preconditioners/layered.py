@@ -81,7 +81,6 @@ class LayerPreconditioner(Preconditioner):
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
-    gathers = True
     on_cpu = ("clock", "damped", "traces")
     has_own_shape = staticmethod(is_layer_tensor)  # pyright: ignore[reportAssignmentType]
 

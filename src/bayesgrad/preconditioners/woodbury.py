@@ -44,7 +44,6 @@ class Woodbury(NetworkPreconditioner):
     """
 
     needs = Needs(outputs=True)
-    gathers = True
     on_cpu = ("clock", "dual_damping", "gram_of")
 
     def __init__(self, fallback: str) -> None:

@@ -20,8 +20,15 @@ from bayesgrad.layers.stateless import functional_call
 from bayesgrad.samplers.correction import Batch
 
 
-def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Layer, tuple[Tensor, Tensor]]:
-    """A, (groups, in, in), and E, (groups, out, out), of each layer: means over examples, and positions for E.
+def factors(batches: Sequence[Batch], layers: Sequence[Layer], weights: Tensor) -> list[Tensor]:
+    """A, (groups, in, in), and E, (groups, out, out), of each layer: means over examples, and positions for E."""
+    total = sum(batch.count for batch in batches)
+    made = [[batch.count / total * side for side in _factors(batch, layers, weights)] for batch in batches]
+    return [torch.stack(sides).sum(0) for sides in zip(*made)]
+
+
+def _factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> list[Tensor]:
+    """Of one batch.
 
     Errors are derivatives of each output of the network by an offset of the layers' outputs. In this form no labels
     need be sampled for the Fisher.
@@ -39,7 +46,7 @@ def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Laye
     basis = torch.eye(width, dtype=found.dtype, device=found.device)[:, None].expand(-1, len(found), -1)
     basis = basis.reshape(width, *found.shape)
     (back,) = vmap(pull)(basis)  # the derivatives of each output by the offsets
-    result = {}
+    result = []
     for layer in layers:
         name, module = layer.names[0], layer.module
         a = inputs_of(module, inputs[name]).flatten(1, 2)  # (groups, rows, in)
@@ -58,7 +65,7 @@ def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Laye
         curved = vmap(lambda v: batch.hessian(found, v.reshape(found.shape)).reshape(v.shape), -1, -1)(by_output)
         e, curved = (x.reshape(count, width, groups, positions, fan_out) for x in (by_output, curved))
         E = torch.einsum("nkgpa,nkgpb->gab", e, curved) / (batch.count * positions)
-        result[layer] = (a.mT @ a / count, E)
+        result += [a.mT @ a / count, E]
     return result
 
 

@@ -37,10 +37,11 @@ from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
 from bayesgrad.samplers.factors import factors
-from bayesgrad.shards import gathered, owner, unreduced, whole
+from bayesgrad.shards import owner, whole
 
 Statistics = dict[Tensor, dict[str, Tensor]]  # by the parameter whose state they are stored in
 State = Mapping[Any, Mapping[str, Tensor]]
+Mean = Callable[..., list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +149,7 @@ class ObservedBatch:
         for direction in self.directions:
             found, _ = gather_gradients(self.trace, [direction], self.layouts)
             rest = [p for p in self.params if id(p) not in found and id(p) in self.trace.read_counts]
-            with unreduced(self.params if rest else (), keep=True):  # processes may have other numbers of examples
-                several = gradients_one_by_one(self.trace.outputs, list(gathered(rest).values()), [direction])
+            several = gradients_one_by_one(self.trace.outputs, rest, [direction], self.params)
             for p, rows in zip(rest, several):
                 found[id(p)] = StoredGradients(p.shape, rows.to(compute_dtype(p.dtype)))
             yield {p: found[id(p)] for p in self.params if id(p) in found}
@@ -177,8 +177,12 @@ class Metric(ABC):
         """How corrections are computed with all columns of R: "zero", "closed" or "exact"."""
         return "exact"
 
-    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
-        """G times the correction: -u, or -u + t/2."""
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str, mean: Mean) -> Tensor:
+        """G times the correction: -u, or -u + t/2; a mean over the losses of these batches.
+
+        Args:
+            mean: of such means over all processes.
+        """
         raise NotImplementedError
 
 
@@ -212,7 +216,7 @@ class DiagonalFisher(Metric):
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         return [MetricBlock((p,), diagonal(state[p]["fisher"], damping)) for p in space.params]
 
-    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str, mean: Mean) -> Tensor:
         total = sum(batch.count for batch in batches)
 
         def product(w: Tensor, z: Tensor) -> Tensor:
@@ -274,7 +278,7 @@ class KroneckerFactors(Metric):
         rest = [p for p in space.params if p not in seen]
         return found + [MetricBlock((p,), diagonal(state[p]["fisher"], damping)) for p in rest]
 
-    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str, mean: Mean) -> Tensor:
         names: dict[Tensor, str] = {p: name for name, p in batches[0].model.named_parameters()}
         own = [layer for layer in space.layers if set(layer.members) & set(space.params)]
         layers = [layer for layer in own if not layer.lookup and not owners(layer.module)]
@@ -284,18 +288,19 @@ class KroneckerFactors(Metric):
                 f"correction={kind!r} of metric='kronecker' supports parameters of Linear and Conv layers, got "
                 f"{names[next(iter(lost))]}: leave it out of params=, or use another metric."
             )
-        total = sum(batch.count for batch in batches)
+        weights = space.flat()
+        known = mean(*factors(batches, layers, weights))
 
         def product(w: Tensor, z: Tensor) -> Tensor:
-            vectors = batches[0].weights(z)
-            made = [(batch.count / total, factors(batch, layers, w)) for batch in batches]
-            for layer in layers:
-                A, E = (torch.stack([share * found[layer][s] for share, found in made]).sum(0) for s in (0, 1))
+            """Has the derivative of G z by w, E' z A + E z A', which is a mean over examples, as G is not."""
+            vectors, pairs = batches[0].weights(z), zip(factors(batches, layers, w), known)
+            for layer, (A, fixed_A), (E, fixed_E) in zip(layers, pairs, pairs):
                 own = [names[p] for p in layer.members]
-                vectors |= dict(zip(own, layer.parted(E @ layer.join([vectors[name] for name in own]) @ A)))
+                joined = layer.join([vectors[name] for name in own])
+                vectors |= dict(zip(own, layer.parted(E @ joined @ fixed_A + fixed_E @ joined @ A)))
             return torch.cat([vectors[name].flatten() for name in batches[0].names])
 
-        return drift_by_autodiff(product, space.flat(), roots, kind)
+        return drift_by_autodiff(product, weights, roots, kind)
 
 
 @dataclass(frozen=True)
@@ -335,7 +340,7 @@ class DenseFisher(Metric):
     def form(self, model: nn.Module) -> str:
         return "closed" if is_linear(model) else "exact"
 
-    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str, mean: Mean) -> Tensor:
         return gauss_newton_drift(batches, space.flat(), roots, kind, is_linear(batches[0].model))
 
 
@@ -363,7 +368,7 @@ class CallableMetric(Metric):
             f"m k = {len(w)}, got {tuple(matrix.shape)}."
         )
 
-    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str, mean: Mean) -> Tensor:
         def product(w: Tensor, z: Tensor) -> Tensor:
             matrix = self.function(w)
             if matrix.dim() == 1:

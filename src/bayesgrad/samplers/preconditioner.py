@@ -58,7 +58,6 @@ class MetricPreconditioner(NetworkPreconditioner):
     """
 
     rule = UpdateRule(None, Static(), LangevinStep())
-    gathers = True
 
     def __init__(
         self, metric: Metric, move: LangevinStep, scaled_temperature: Callable[[Mapping[str, Any]], float]
@@ -102,15 +101,6 @@ class MetricPreconditioner(NetworkPreconditioner):
 
     def has_own_shape(self, name: str) -> bool:
         return any(name in shapes for shapes in self._shapes().values())  # all processes have the whole metric
-
-    def prepare(self, closure: Callable[[], Any] | None) -> None:
-        super().prepare(closure)
-        group = self.optimizer.param_groups[0]
-        if self.processes > 1 and group["correction"] is not None and group["metric"] == "kronecker":
-            raise RuntimeError(
-                f"correction={group['correction']!r} of metric='kronecker' supports one process, got {self.processes}: "
-                "it is no mean over examples. Use another metric, or correction=None."
-            )
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         return 1.0  # the direction already contains the learning rate
@@ -180,11 +170,17 @@ class MetricPreconditioner(NetworkPreconditioner):
         """The statistics of the batches of all processes, if these are those of a batch; else the state."""
         if self.processes == 1 or state is self.optimizer.state:
             return state
-        losses = torch.tensor(self._losses(outputs, labels, weights), dtype=torch.float64)
-        values = (value * float(losses) for entry in state.values() for value in entry.values())
-        total, *means = distributed.average(losses, *values)
-        mean = iter(means)
-        return {p: {slot: next(mean) / float(total) for slot in entry} for p, entry in state.items()}
+        values = (value for entry in state.values() for value in entry.values())
+        mean = iter(self._averaged(self._losses(outputs, labels, weights), *values))
+        return {p: {slot: next(mean) for slot in entry} for p, entry in state.items()}
+
+    def _averaged(self, losses: float, *means: Tensor) -> list[Tensor]:
+        """Means over the losses of all processes, from those of each and the number of its losses."""
+        if self.processes == 1:
+            return list(means)
+        number = torch.tensor(losses, dtype=torch.float64)
+        total, *found = distributed.average(number, *(mean.detach() * losses for mean in means))
+        return [mean / float(total) for mean in found]
 
     def _largest(
         self, gradients: tuple[Tensor, ...], params: list[Tensor], space: ParameterSpace, state: State
@@ -394,11 +390,9 @@ class MetricPreconditioner(NetworkPreconditioner):
         names: dict[Tensor, str] = {p: name for name, p in self.recorded.model.named_parameters()}
         chosen = {"names": tuple(names[p] for p in space.params), "shapes": tuple(p.shape for p in space.params)}
         batches = [replace(batch, **chosen) for batch in fresh or ()]
-        drift = self.metric.drift(batches, space, columns, group["correction"]) / (probes or 1)
-        if batches and self.processes > 1:
-            own = float(sum(batch.count for batch in batches))
-            total, drift = distributed.average(torch.tensor(own, dtype=torch.float64), drift.detach() * own)
-            drift = drift / float(total)
+        mean = partial(self._averaged, float(sum(batch.count for batch in batches)))
+        drift = self.metric.drift(batches, space, columns, group["correction"], mean) / (probes or 1)
+        drift = mean(drift)[0] if batches else drift
         pieces = drift.detach().split([p.numel() for p in space.params])
         by_name = {p: piece.view(p.shape) for p, piece in zip(space.params, pieces)}
         found = solve_blocks(parts, by_name)

@@ -62,7 +62,6 @@ class HessianDiagonal(Source):
 
     needs = Needs(loss=True)
     whole = "second derivatives"
-    gathers = True
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
         self.factor = weak(factor) if factor else None

@@ -38,7 +38,6 @@ class PerExampleSquares(Source):
     """
 
     whole = "squares of per-example gradients"
-    gathers = True
 
     def __init__(self) -> None:
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure

@@ -28,7 +28,6 @@ class SampledLabels(Source):
 
     needs = Needs(outputs=True)
     whole = "gradients for sampled labels"
-    gathers = True
 
     def __init__(self) -> None:
         self.reset()

@@ -58,7 +58,6 @@ class UnitDropout(Draws):
     """
 
     whole = "masks of units"
-    gathers = True
 
     def __init__(
         self, masked: Mapping[Tensor, MaskedUnits], keep_of: Callable[[Mapping[str, Any], Tensor], float | None]
