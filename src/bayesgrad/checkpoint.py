@@ -15,10 +15,12 @@ from bayesgrad import likelihoods, shards
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
-from bayesgrad.parts import entries
+from bayesgrad.parts import Part, entries
 from bayesgrad.saved_state import NAMES, check_saved, copied, in_order, pairs, unshared, written_names
+from bayesgrad.schedule import warn_above_reference
 
 NONFINITE = ("ignore", "raise", "skip")
+DRAWS = "draws"  # in the first group: the number of random draws so far
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
 
 
@@ -48,6 +50,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
     common: ClassVar[tuple[str, ...]] = ()
     fixed: ClassVar[tuple[str, ...]] = ()  # options that decide what state tensors mean, or which shapes they have
     of_all_groups: ClassVar[tuple[str, ...]] = ("samples", "seed", "likelihood", "hessian", "probes")
+    records: ClassVar[tuple[str, ...]] = (DRAWS,)  # what steps write into groups, beside options
+    scaled_by_lr: ClassVar[tuple[str, ...]] = ()  # options that are given for a reference lr, see `schedule`
+    _raised: bool = False  # whether a warning has said that lr raises other options
+    _parts: tuple[Part, ...] = ()  # sources and preconditioner
     _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     attachment: Any = None  # by which passes of a model draw and observe, see `bayesgrad.integrations.attach`
@@ -104,6 +110,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     f"parameter {position} is {p.dtype}: complex weights are not supported, keep a real parameter "
                     "and use torch.view_as_complex in the forward pass."
                 )
+        if pair := overlapping([p for group in self.param_groups for p in group["params"]]):
+            names = " and ".join(map(self.name_of, pair))
+            self.param_groups.pop()
+            raise ValueError(
+                f"{names} share memory, so the update of one would undo that of the other: tie weights by using one "
+                "parameter in both places, or pass one of them only."
+            )
         group.setdefault("base_lr", float(group["lr"]))
         for name, value in self._bookkeeping(group).items():
             group.setdefault(name, value)
@@ -119,7 +132,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """What a group has beside hyperparameters."""
         first = self.param_groups[0]
         mode = first.get("train_mode", True)
-        return {"last_lr": group["base_lr"], "draws": 0, "rule": type(self).__name__, "train_mode": mode}
+        return {"last_lr": group["base_lr"], DRAWS: 0, "rule": type(self).__name__, "train_mode": mode}
 
     def group_added(self) -> None:
         """Called after a group was added."""
@@ -131,19 +144,6 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Called after weights were changed: copies that a forward pass has gathered from other processes are old."""
         for module in self._gathering:
             module.reshard()  # pyright: ignore[reportCallIssue]
-
-    def is_initialising(self) -> bool:
-        """Whether this is the step by which `torch.distributed.checkpoint` creates the state that it loads into.
-
-        It has zero gradients and lr = 0. It creates the state, and learns nothing.
-        """
-        if self.state or any(float(group["lr"]) for group in self.param_groups):
-            return False
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not params or any(p.grad.layout is not torch.strided for p in params):
-            return False
-        moves = torch.stack([shards.gradient_of(p).any().cpu() for p in params]).any()
-        return not bool(shards.any_process(moves, params))
 
     def before_reading(self) -> None:
         """Called before weights or state are read out."""
@@ -179,15 +179,15 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     "optimizer."
                 )
             self._check_common(group, self.common)
+            self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
 
-    def check_count(self, examples: int) -> None:
-        """Warns once if a batch has more examples than there are data; a loss that is a sum may have num_data=1."""
-        known = self.param_groups[0].get("num_data")
-        if known is not None and examples > known and "num_data" not in self.warned:
+    def warn_of_count(self, examples: int) -> None:
+        """Warns once of a batch with more examples than there are data; a loss that is a sum may have num_data=1."""
+        if "num_data" not in self.warned:
             self.warned.add("num_data")
             warnings.warn(
-                f"num_data={known:g} is less than the {examples} examples of a batch: it is the number of training "
-                "examples, and the loss is a mean over examples. Pass num_data=len(dataset).",
+                f"num_data={self.param_groups[0]['num_data']:g} is less than the {examples} examples of a batch: it is "
+                "the number of training examples, and the loss is a mean over examples. Pass num_data=len(dataset).",
                 UserWarning,
                 stacklevel=3,
             )
@@ -195,11 +195,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
     @property
     def draws(self) -> int:
         """The number of random draws so far."""
-        return self.param_groups[0]["draws"]
+        return self.param_groups[0][DRAWS]
 
     @draws.setter
     def draws(self, number: int) -> None:
-        self.param_groups[0]["draws"] = number
+        self.param_groups[0][DRAWS] = number
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, but with copies of all tensors: later steps do not change it.
@@ -252,11 +252,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def on_cpu(self) -> set[str]:
         """The names of state tensors that Python reads."""
-        return {"step"}
+        return {"step", *(name for part in self._parts for name in part.on_cpu)}
 
     def has_own_shape(self, name: str) -> bool:
         """Whether a state tensor of this name belongs to a layer or to the network, whatever shape it has."""
-        return False
+        return any(part.has_own_shape(name) for part in self._parts)
 
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The state tensors that a parameter must have after its first step."""
@@ -265,6 +265,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if `saved` is not a state of this optimizer."""
         check_saved(self, saved)
+        for part in self._parts:
+            part.check_loaded(saved)
 
     def __getstate__(self) -> dict[str, Any]:
         self.require_mean("a copy")
@@ -391,6 +393,29 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 if other is p:
                     return f"parameter {position} of group {index} (shape {tuple(p.shape)})"
         return f"a parameter of shape {tuple(p.shape)}"
+
+
+def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two of these parameters that have an element in common, as after `a.data = b.data`; None if there are none."""
+    spans = []  # memory, and the first and last byte in it
+    for p in dict.fromkeys(params):  # torch warns of a parameter that is given twice
+        ordinary = type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided  # subclasses may have no memory
+        if ordinary and p.numel() and p.untyped_storage().data_ptr():
+            length = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
+            first = p.storage_offset() * p.element_size()
+            spans.append((p.untyped_storage().data_ptr(), first, first + length * p.element_size() - 1, p))
+    spans.sort(key=lambda span: span[:3])
+    for i, (memory, first, last, p) in enumerate(spans):
+        for j in range(i + 1, len(spans)):
+            other, start, end, q = spans[j]
+            if other != memory or start > last:
+                break
+            used = torch.zeros((max(last, end) + 1 - first) // p.element_size(), dtype=torch.uint8)
+            used.as_strided(p.shape, p.stride()).fill_(1)
+            offset = (start - first) // p.element_size()
+            if p.dtype != q.dtype or bool(used.as_strided(q.shape, q.stride(), offset).any()):
+                return p, q
+    return None
 
 
 def settings(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:

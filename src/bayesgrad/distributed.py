@@ -25,6 +25,10 @@ SINK = 32  # operations between the outputs of DistributedDataParallel and what 
 REMEDY = "If each process trains a model of its own, use `with bayesgrad.distributed.independent_processes():`."
 
 
+# Whether there is a process group: torch's own function, as every step of an optimizer asks it.
+has_group: Callable[[], bool] = torch.distributed.is_initialized if torch.distributed.is_available() else bool
+
+
 @contextmanager
 def independent_processes() -> Iterator[None]:
     """A context for a process group in which each process trains a model of its own.
@@ -79,9 +83,7 @@ def process_index() -> int:
 
 def joint_processes() -> int:
     """The number of processes that train one model; 1 without a process group."""
-    if _independent.get() or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return 1
-    return torch.distributed.get_world_size()
+    return torch.distributed.get_world_size() if has_group() and not _independent.get() else 1
 
 
 def from_process(value: Any, source: int = 0) -> Any:

@@ -25,6 +25,7 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.due = 1  # the next step to check
         self.warned = False
 
     def skips(self, optimizer: Host, parts: Iterable[Part], active: list[list[Tensor]]) -> bool:
@@ -44,11 +45,10 @@ class FiniteCheck:
                 )
         return False
 
-    def stepped(self, optimizer: Host, active: list[list[Tensor]]) -> None:
-        """Called after a step: warns if something is not finite, in the steps that check it."""
-        self.steps += 1
-        if self.steps & (self.steps - 1) == 0 or self.steps % EVERY == 0:
-            self.report(optimizer, active, gradients=True)
+    def look(self, optimizer: Host, active: list[list[Tensor]]) -> None:
+        """Called after step `due`: warns if something is not finite."""
+        self.due = min(1 << self.steps.bit_length(), (self.steps // EVERY + 1) * EVERY)
+        self.report(optimizer, active, gradients=True)
 
     def report(self, optimizer: Host, active: list[list[Tensor]], gradients: bool) -> None:
         """Warns once if a weight of these parameters is not finite, or a state tensor has NaN.

@@ -125,17 +125,21 @@ def run(
 
 def _write(function: Callable, row: Row, values: Sequence[Tensor]) -> None:
     targets = getattr(function, "writes", (0, *range(2, len(row))))
+    values = list(values)
     # A result that is itself an input must be cloned if that input is overwritten before the result is copied.
-    values = [
-        value.clone() if any(value is row[earlier] for earlier in targets[:i]) else value
-        for i, value in enumerate(values)
-    ]
+    for i, value in enumerate(values):
+        for earlier in targets[:i]:
+            if value is row[earlier]:
+                values[i] = value.clone()
     for target, value in zip(targets, values):
         row[target].copy_(value)
 
 
 def _run_eager(function: Callable, scalars: Sequence[float], row: Row, place: Place) -> None:
     chunk = CHUNK if row[0].device.type == "cpu" else row[0].numel()
+    if row[0].numel() <= chunk:
+        _write(function, row, function(scalars, *((place,) if place else ()), *row))
+        return
     for start in range(0, row[0].numel(), max(chunk, 1)):
         piece = tuple(tensor[start : start + chunk] for tensor in row)
         here = ((*place[:-1], _wrapped(place[-1] + start)),) if place else ()

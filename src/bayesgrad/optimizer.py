@@ -12,8 +12,8 @@ what its hyperparameters mean to it:
     ...         NaturalStep(),  # mean: w <- w - lr P^-1 <g>
     ...     )
     ...
-    ...     def dynamics(self, group, step):  # arguments of the transition's scalars()
-    ...         return {"beta": group["betas"][1], "step": step}
+    ...     def dynamics(self, group):  # arguments of the transition's scalars()
+    ...         return {"beta": group["betas"][1]}
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = Adam([weight], {"lr": 0.1, "betas": (0.9, 0.999)})
@@ -29,27 +29,31 @@ matrix a *preconditioner* (`bayesgrad.preconditioners`). docs/design.md says how
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, joining, kernels, noise, process_limits, shards
+from bayesgrad import distributed, initial_state, joining, kernels, noise, process_limits, shards
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck, refuse_sparse
 from bayesgrad.layers.observed import check_class_dim, classes_last, known_class_dim
-from bayesgrad.packing import Block, Job, Layout, overlapping
+from bayesgrad.packing import Block, Job, Layout
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
 from bayesgrad.passes import Passes, warned_of_interrupts
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
 from bayesgrad.rules.update import UpdateRule, kernel_of
-from bayesgrad.schedule import current_lr, warn_above_reference
+
+PREPARED = "prepared"  # in the groups of a step: what depends on their options alone
+PLAIN = frozenset({int, float, bool, str, tuple, type(None)})  # types of options that change by assignment alone
+Scales = tuple[float, dict[str, float], float | None]
+Prepared = tuple[Scales, tuple[str, ...], tuple[str, ...]]  # and the slots of the optimizer and its preconditioner
 
 
 class BeliefOptimizer(CheckedOptimizer):
@@ -60,7 +64,7 @@ class BeliefOptimizer(CheckedOptimizer):
     | method | meaning | default |
     |---|---|---|
     | `rule_of(group)` | the rule, if an option in `common` selects it | the class attribute |
-    | `dynamics(group, step)` | arguments of the transition's `scalars` | none |
+    | `dynamics(group)` | arguments of the transition's `scalars` | none |
     | `step_scale(group)` | factor of the step | lr |
     | `gradient_scale(group)` | factor of the gradient before it is squared | None, for 1 |
     | `prior_variance(group)` | variance before the first gradient, in the units of the state | 1 |
@@ -70,7 +74,8 @@ class BeliefOptimizer(CheckedOptimizer):
     | `evaluation_weights()` | parameter -> its weights in evaluation mode, where they differ | none |
 
     State is in `state[p]`: a `step` counter and one tensor for each slot of the rule. Hyperparameters are in the param
-    groups, where schedulers find them; see `CheckedOptimizer`.
+    groups, where schedulers find them; see `CheckedOptimizer`. The methods above are functions of the group's options,
+    and are called again if one of these changes.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -79,7 +84,6 @@ class BeliefOptimizer(CheckedOptimizer):
     """
 
     rule: UpdateRule
-    scaled_by_lr: ClassVar[tuple[str, ...]] = ()  # options that are given for a reference lr, see `schedule`
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
         self._reset()
@@ -92,8 +96,8 @@ class BeliefOptimizer(CheckedOptimizer):
         self.sources: tuple[Source, ...] = ()
         self.preconditioner: Preconditioner | None = None
         self._parts: tuple[Part, ...] = ()
+        self._drawing: Source | None = None  # the source that draws weights
         self._blocks = Layout()
-        self._raised = False  # whether a warning has said that lr raises other options
         self._finite = FiniteCheck()
         self._passes = Passes(self)
 
@@ -103,6 +107,7 @@ class BeliefOptimizer(CheckedOptimizer):
             part.close()
         self.rule = self.rule_of(self.param_groups[0])
         self.last_options: list[dict[str, Any]] = []  # options at the last step
+        self._prepared: dict[int, Prepared] = {}  # by the number of a group, until its options change
         self.selected = list(map(self.selection, self.param_groups))
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
@@ -114,6 +119,10 @@ class BeliefOptimizer(CheckedOptimizer):
     def _bind(self) -> None:
         for part in self._parts:
             part.bind(self)
+        draws, outputs, loss = (any(part.needs[i] for part in self._parts) for i in range(3))
+        self.needs = Needs(draws, outputs, loss, self.model is not None)
+        self._drawing = next((source for source in self.sources if source.needs.draws), None)
+        self._observing = tuple(part for part in self._parts if part.observes)
         self._gathering = shards.gathering_modules(p for group in self.param_groups for p in group["params"])
 
     # --- declarations ---
@@ -127,7 +136,7 @@ class BeliefOptimizer(CheckedOptimizer):
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         return type(self).rule
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         return {}
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
@@ -143,10 +152,14 @@ class BeliefOptimizer(CheckedOptimizer):
         """The names of the state tensors of a parameter in this group."""
         return rule.slots(group)
 
+    def scales(self, group: Mapping[str, Any]) -> Scales:
+        """What a group gives to the rule; a step computes it anew if an option has changed."""
+        return self.step_scale(group), self.dynamics(group), self.gradient_scale(group)
+
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """All scalars of one step."""
-        scales = self.step_scale(group), self.dynamics(group, step), self.gradient_scale(group)
-        return self.rule.scalars(group, step, *scales)
+        scale, dynamics, gradient_scale = group[PREPARED][0] if PREPARED in group else self.scales(group)
+        return self.rule.scalars(group, step, scale, dynamics, gradient_scale)
 
     def finished(self) -> None:
         """Called at the end of a step."""
@@ -154,12 +167,6 @@ class BeliefOptimizer(CheckedOptimizer):
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         """The initial value of a state tensor."""
         return self.rule.initial(slot, p, lambda: self.prior_variance(group))
-
-    @property
-    def needs(self) -> Needs:
-        """What a training loop has to do beside calling `backward()` and `step()`."""
-        draws, outputs, loss = (any(part.needs[i] for part in self._parts) for i in range(3))
-        return Needs(draws, outputs, loss, self.model is not None)
 
     # --- the training loop ---
 
@@ -182,8 +189,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 binary weights, the masks of units for SpikeSlab), as a dict by parameter or as a function of the
                 parameter.
         """
-        source = next((source for source in self.sources if source.needs.draws), None)
-        if source is None:
+        if self._drawing is None:
             if noise is not None:
                 raise ValueError(
                     f"this {type(self).__name__} computes gradients at the mean and takes no noise: call sampled() "
@@ -193,9 +199,10 @@ class BeliefOptimizer(CheckedOptimizer):
             return
         if not self.param_groups[0]["train_mode"]:
             self.require_training("sampled()")
-        distributed.agree_on_seed(self)
+        if distributed.has_group():
+            distributed.agree_on_seed(self)
         self._passes.begin(self._parts)
-        with self._passes.noticed(), source.draw(noise):
+        with self._passes.noticed(), self._drawing.draw(noise):
             yield
         self._passes.end()
 
@@ -219,31 +226,40 @@ class BeliefOptimizer(CheckedOptimizer):
             class_dim: the dimension of classes: 1 for outputs (N, C, ...) as in cross entropy; None for the last one,
                 which loss, labels or the last layer must show if outputs have more than two dimensions.
         """
-        needs = self.needs
+        needs, known = self.needs, self.param_groups[0].get("num_data")
+        if not self._parts and known is None:
+            return
         for name, needed, given in (("outputs", needs.outputs, outputs), ("loss", needs.loss, loss)):
             if needed and given is None:
                 how = "observe(outputs)" if name == "outputs" else "observe(loss=loss)"
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
-        if isinstance(outputs, Tensor) and (found := known_class_dim(outputs, class_dim, loss, labels)) is not None:
-            for recorded in (part.recorded for part in self._parts if part.recorded is not None):
-                recorded.recorder.note_class_dim(outputs, found)
-        if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
-            if class_dim is None:
+        if isinstance(outputs, Tensor) and (class_dim is not None or outputs.dim() > 2):
+            if (found := known_class_dim(outputs, class_dim, loss, labels)) is not None:
+                for recorded in (part.recorded for part in self._parts if part.recorded is not None):
+                    recorded.recorder.note_class_dim(outputs, found)
+            if needs.outputs and class_dim is None:
                 check_class_dim(outputs, self.param_groups[0]["likelihood"], loss, labels, weights)
             outputs = classes_last(outputs, class_dim)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
-        self.check_count(rows or 0)
-        if not self._parts:
+        if rows and known is not None and rows > known:
+            self.warn_of_count(rows)
+        if several := distributed.has_group():
+            self._check_processes(rows)
+        parts = self._observing if labels is None and weights is None else self._parts
+        if not parts:
             return
-        distributed.agree_on_seed(self)
-        process_limits.refuse_empty(rows, self.independent)
-        if not self.independent and (needs.outputs or needs.loss):
-            joining.refuse_join(self)
         self._passes.begin_observation(self._parts)
-        with distributed.unnoticed(outputs, loss):
-            for part in () if rows == 0 else self._parts:
+        with distributed.unnoticed(outputs, loss) if several else nullcontext():
+            for part in () if rows == 0 else parts:
                 part.observe(outputs, loss, labels, weights)
         self._passes.end_observation(outputs, loss, labels, weights)
+
+    def _check_processes(self, rows: int | None) -> None:
+        """Called in a process group before rows are observed."""
+        distributed.agree_on_seed(self)
+        process_limits.refuse_empty(rows, self.independent)
+        if not self.independent and (self.needs.outputs or self.needs.loss):
+            joining.refuse_join(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
@@ -252,7 +268,8 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.zeroed(stale)
         if self._parts:
-            self._passes.repeat(() if stale else self._parts)
+            if self._passes.current:
+                self._passes.repeat(() if stale else self._parts)
             self._passes.zeroed(stale)
 
     @torch.no_grad()
@@ -267,63 +284,84 @@ class BeliefOptimizer(CheckedOptimizer):
         Returns:
             The return value of the closure.
         """
-        self.require_training("step()")
-        if closure is None and not self._passes.observed and self.is_initialising():
-            self._initialise_state()
+        if self.attachment is not None or self.sampling or not all(group["train_mode"] for group in self.param_groups):
+            self.require_training("step()")
+        if closure is None and not self.state and not self._passes.observed and initial_state.is_requested(self):
+            initial_state.create(self)
             return None
-        self._passes.check()
+        if self._passes.lost:
+            self._passes.check()
         for part in self._parts:
             part.prepare(closure)
-        with self._passes.noticed():
-            loss = self.share() if closure is None else evaluate(self, self._parts, closure)
-        groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
+        with self._passes.noticed() if closure is not None or distributed.has_group() else nullcontext():
+            loss = evaluate(self, self._parts, closure) if closure is not None else self.share()
+        groups = [{**group, "lr": _current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
-        options = [{name: group.get(name) for name in self.accepts} for group in groups]
+        options = [  # by name alone, if they are objects whose values may change unnoticed
+            {k: v if type(v) in PLAIN or k in self.accepts else None for k, v in group.items() if k not in self.records}
+            for group in groups
+        ]
         if self.last_options != options:
             self.check_changes(groups)
-            for group in groups:
-                self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
-            self.last_options, self.rule = options, self.rule_of(groups[0])
-        refuse_sparse(self, active)
-        if not self._finite.skips(self, self._parts, active):
+            self.last_options, self.rule, self._prepared = options, self.rule_of(groups[0]), {}
+        if any(p.grad.layout is not torch.strided for params in active for p in params):
+            refuse_sparse(self, active)
+        checked = any(group["nonfinite"] != "ignore" for group in groups)
+        if not checked or not self._finite.skips(self, self._parts, active):
             with warned_of_interrupts(f"{type(self).__name__}.step()"):
                 self._update(groups, active)
-            self.weights_changed()
+            if self._gathering:
+                self.weights_changed()
             for part in self._parts:
                 part.finish(closure, loss)
             self.finished()
-            self._finite.stepped(self, active)
+            self._finite.steps += 1
+            if self._finite.steps == self._finite.due:
+                self._finite.look(self, active)
         for part in self._parts:
             part.reset()
         if self._parts:
             self._passes.stepped()
         return loss
 
+    def _prepare(self, index: int, group: dict[str, Any]) -> Prepared:
+        """What depends on the options of a group alone."""
+        other = self.preconditioner.rule.slots(group) if self.preconditioner else ()
+        found = self.scales(group), self.slots(group, self.rule), other
+        values = [v for name, v in group.items() if name not in ("params", "param_names")]
+        if all(type(v) in PLAIN for value in values for v in (value if type(value) is tuple else (value,))):
+            self._prepared[index] = found
+        return found
+
     def share(self) -> None:
         """Replaces what parts have collected by that of all processes that train this model."""
-        if not self.independent:
+        if distributed.has_group() and not self.independent:
             refuse = partial(joining.refuse_join, self)
             distributed.exchange(self._parts, self.param_groups[0].get("seed"), self.draws, before=refuse)
             joining.check_join(self)
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
-        for now in (now for now, params in zip(groups, active) if params and now["lr"] > 0):
-            now |= {"base_lr": now["base_lr"] or now["lr"], "last_lr": now["lr"]}
+        for index, (now, params) in enumerate(zip(groups, active)):
+            if params and now["lr"] > 0 and not (now["lr"] == now["last_lr"] and now["base_lr"]):
+                now |= {"base_lr": now["base_lr"] or now["lr"], "last_lr": now["lr"]}
+                self._prepared.pop(index, None)
         directions = self.preconditioner.directions(groups, active) if self.preconditioner else {}
         evidence: dict[str, Mapping[Tensor, Tensor]] = {}
         for source in self.sources:
             evidence |= source.collect(groups, active)
+        for index, now in enumerate(groups):
+            now[PREPARED] = self._prepared.get(index) or self._prepare(index, now)
         layout = self._layout(groups, active, directions)
         every = [(owner, group, block) for owner, group, blocks in layout for block in blocks]
         elements = sum(block.elements for *_, block in every)
         numbers = [owner.scalars(group, int(block.step) + 1) for owner, group, block in every]
         for group, now in zip(self.param_groups, groups):  # up to here, an error has changed no weight and no counter
-            group |= {name: now[name] for name in ("base_lr", "last_lr")}
+            group["base_lr"], group["last_lr"] = now["base_lr"], now["last_lr"]
         for (owner, group, block), scalars in zip(every, numbers):
             block.step += 1
             update = kernel_of(owner.rule, tuple(scalars), block.slots, tuple(evidence))
-            axpy_coefficients = owner.rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
-            for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
+            axpy = None if owner is self else owner.rule.move.axpy_coefficients(scalars, block.slots)
+            for rows in block.rows(directions, axpy, list(evidence.values())):
                 kernels.run(update, list(scalars.values()), rows, group["fused"], elements)
 
     def _layout(
@@ -332,11 +370,11 @@ class BeliefOptimizer(CheckedOptimizer):
         """The blocks of each group, for parameters with and without a direction, and whose rule updates them."""
         jobs: list[Job] = []
         for group, params in zip(groups, active):
+            _, slots, others = group[PREPARED]
             rest = [p for p in params if p not in directions] if directions else params
-            jobs.append((self, group, rest, self.slots(group, self.rule)))
-            if (other := self.preconditioner) is not None:
-                direct = [p for p in params if p in directions]
-                jobs.append((other, group, direct, other.rule.slots(group)))
+            jobs.append((self, group, rest, slots))
+            if self.preconditioner is not None:
+                jobs.append((self.preconditioner, group, [p for p in params if p in directions], others))
 
         def initialise(owner: Any, group: dict[str, Any], params: list[Tensor]) -> None:
             self.initialise(group, params, None if owner is self else owner)
@@ -347,36 +385,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self, group: Mapping[str, Any], params: list[Tensor], preconditioner: Preconditioner | None = None
     ) -> None:
         """Creates missing state tensors, of parameters that follow this optimizer's rule or its preconditioner's."""
-        # An average of the gradient that is added late in a run starts at the current gradient.
-        started = () if preconditioner else self.rule.averages(group)
-        slots = preconditioner.rule.slots(group) if preconditioner else self.slots(group, self.rule)
-        for p in params:
-            entry = self.state[p]
-            if "step" not in entry:
-                entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant to FakeTensorMode
-            entry["step"] = entry["step"].to("cpu", torch.float32)
-            for slot in slots:
-                if slot not in entry:
-                    entry[slot] = torch.empty_like(p, dtype=kernels.compute_dtype(p.dtype))
-                    value = self.initial(slot, group, p)
-                    entry[slot].copy_(value) if isinstance(value, Tensor) else entry[slot].fill_(value)
-                    if slot in started and entry["step"] > 0:
-                        shards.local(entry[slot]).copy_(shards.gradient_of(p))
-                if entry[slot].shape != p.shape:
-                    raise ValueError(
-                        f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
-                        f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
-                    )
-
-    def _initialise_state(self) -> None:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                covered = self.preconditioner is not None and self.preconditioner.covers(p)
-                self.initialise(group, [p], self.preconditioner if covered else None)
-        for part in self._parts:
-            part.initialise_state()
-
-    # --- bad gradients ---
+        initial_state.initialise(self, group, params, preconditioner)
 
     def before_reading(self) -> None:
         self._finite.report(self, [group["params"] for group in self.param_groups], gradients=False)
@@ -388,16 +397,9 @@ class BeliefOptimizer(CheckedOptimizer):
 
     @property
     def sampling(self) -> bool:
-        return any(source.active for source in self.sources)
+        return self._drawing is not None and self._drawing.active
 
     def group_added(self) -> None:
-        if pair := overlapping([p for group in self.param_groups for p in group["params"]]):
-            names = " and ".join(map(self.name_of, pair))
-            self.param_groups.pop()
-            raise ValueError(
-                f"{names} share memory, so the update of one would undo that of the other: tie weights by using one "
-                "parameter in both places, or pass one of them only."
-            )
         self.selected.append(self.selection(self.param_groups[-1]))
         self._bind()
 
@@ -406,21 +408,10 @@ class BeliefOptimizer(CheckedOptimizer):
         if self._parts:
             self._passes.loaded(self.needs.outputs or self.needs.loss)
 
-    def on_cpu(self) -> set[str]:
-        return {"step", *(name for part in self._parts for name in part.on_cpu)}
-
-    def has_own_shape(self, name: str) -> bool:
-        return any(part.has_own_shape(name) for part in self._parts)
-
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         if self.preconditioner is not None and self.preconditioner.covers(p):
             return self.preconditioner.rule.slots(group)
         return self.slots(group, self.rule_of(group))
-
-    def check_loaded(self, saved: Mapping[str, Any]) -> None:
-        super().check_loaded(saved)
-        for part in self._parts:
-            part.check_loaded(saved)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -447,3 +438,9 @@ class BeliefOptimizer(CheckedOptimizer):
     def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """The variance of each weight after the last step."""
         return filtered_variance(self, group, p)
+
+
+def _current_lr(group: Mapping[str, Any]) -> float:
+    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
+    lr = float(group["lr"])
+    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr

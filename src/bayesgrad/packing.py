@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesgrad import kernels, noise, shards
 from bayesgrad.directions import Directions, Product, Scaled, dense, subtract
@@ -41,6 +41,7 @@ class Block:
 
     def __init__(self, params: Sequence[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
         self.params, self.weights = list(params), [local(p) for p in params]
+        self.gradient_of = _gradients(params)
         self.slots = slots
         self.dtype, self.device = params[0].dtype, params[0].device
         self.elements = sum(w.numel() for w in self.weights)
@@ -69,7 +70,9 @@ class Block:
             return False
         for p, mine, weight, layout, kept in zip(params, self.params, self.weights, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or (weight is not p and local(p) is not weight) or layout_of(weight) != layout:
+            if p is not mine or (weight is not p and local(p) is not weight):
+                return False
+            if (weight.dtype, weight.device, weight.shape, weight.stride()) != layout:
                 return False
             if not all(map(is_, map(entry.get, ("step", *self.slots)), kept)):
                 return False
@@ -103,15 +106,15 @@ class Block:
                 *_, step_scale, shrink = axpy_coefficients
                 (w if shrink == 1 else w.mul_(shrink)).add_(gradient, alpha=-step_scale)
             else:
-                rest.append((p, w, gradient_of(p) if gradient is None else dense(gradient), state))
-        # One dtype for all, and none in which gradients of half-precision weights (`grad_dtype`) would overflow.
-        narrow = all(gradient.dtype == self.dtype for _, _, gradient, _ in rest)
-        dtype = self.dtype if narrow else compute_dtype(self.dtype)
-        rows = []
-        for p, w, gradient, state in rest:
-            more = [flat(_laid_out(values[p], w, values[p].dtype)) for values in evidence]
-            rows.append((flat(w), flat(_laid_out(gradient, w, dtype)), *more, *state))
-        if rows:
+                rest.append((p, w, self.gradient_of(p) if gradient is None else dense(gradient), state))
+        if rest:
+            # One dtype for all, and none in which gradients of half-precision weights (`grad_dtype`) would overflow.
+            narrow = all(gradient.dtype == self.dtype for _, _, gradient, _ in rest)
+            dtype = self.dtype if narrow else compute_dtype(self.dtype)
+            rows = []
+            for p, w, gradient, state in rest:
+                more = [flat(_laid_out(values[p], w, values[p].dtype)) for values in evidence]
+                rows.append((flat(w), flat(_laid_out(gradient, w, dtype)), *more, *state))
             yield rows
         for pack in self.packs:
             if axpy_coefficients and pack.step_axpy(directions, *axpy_coefficients):
@@ -158,7 +161,7 @@ class Pack:
     def __init__(
         self, params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...], weight: Tensor, gradient: Tensor
     ) -> None:
-        self.params, self.parts = params, [local(p) for p in params]
+        self.params, self.parts, self.gradient_of = params, [local(p) for p in params], _gradients(params)
         size = sum(part.numel() for part in self.parts)
         self.weight, self.gradient = weight[:size], gradient[:size]
         self.state = [torch.empty_like(self.weight) for _ in slots]
@@ -174,7 +177,7 @@ class Pack:
         return [piece.view(part.shape) for piece, part in zip(pieces, self.parts)]
 
     def gather(self, directions: Directions, evidence: Sequence[Mapping[Tensor, Tensor]]) -> Row:
-        gradients = [dense(directions[p]) if p in directions else gradient_of(p) for p in self.params]
+        gradients = [dense(directions[p]) if p in directions else self.gradient_of(p) for p in self.params]
         torch._foreach_copy_(self.weights + self.gradients, self.parts + gradients)
         more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in evidence]
         return (self.weight, self.gradient, *more, *self.state)
@@ -196,6 +199,10 @@ class Pack:
 
     def scatter(self) -> None:
         torch._foreach_copy_(self.parts, self.weights)
+
+
+def _gradients(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    return gradient_of if any(map(shards.is_shard, params)) else attrgetter("grad")
 
 
 def blocks_fit(blocks: list[Block], params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> bool:
@@ -234,29 +241,6 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Two of these parameters that have an element in common, as after `a.data = b.data`; None if there are none."""
-    spans = []  # memory, and the first and last byte in it
-    for p in dict.fromkeys(params):  # torch warns of a parameter that is given twice
-        ordinary = type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided  # subclasses may have no memory
-        if ordinary and p.numel() and p.untyped_storage().data_ptr():
-            length = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
-            first = p.storage_offset() * p.element_size()
-            spans.append((p.untyped_storage().data_ptr(), first, first + length * p.element_size() - 1, p))
-    spans.sort(key=lambda span: span[:3])
-    for i, (memory, first, last, p) in enumerate(spans):
-        for j in range(i + 1, len(spans)):
-            other, start, end, q = spans[j]
-            if other != memory or start > last:
-                break
-            used = torch.zeros((max(last, end) + 1 - first) // p.element_size(), dtype=torch.uint8)
-            used.as_strided(p.shape, p.stride()).fill_(1)
-            offset = (start - first) // p.element_size()
-            if p.dtype != q.dtype or bool(used.as_strided(q.shape, q.stride(), offset).any()):
-                return p, q
-    return None
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -344,8 +328,10 @@ class SampledBlock:
 
     def fits(self) -> bool:
         """Whether memory, dtype, device, shape and strides of all parameters are still the same."""
-        found = zip(self.params, self.weights, self.layout)
-        return all(local(p) is w and layout_of(w) == layout for p, w, layout in found)
+        for p, w, layout in zip(self.params, self.weights, self.layout):
+            if (p is not w and local(p) is not w) or (w.dtype, w.device, w.shape, w.stride()) != layout:
+                return False
+        return True
 
     def perturb(
         self,
@@ -365,7 +351,7 @@ class SampledBlock:
             elements: of the whole model: kernels of large ones are compiled.
         """
         weights, saved, spread = self.views
-        states = [local(one) for one in states]
+        states = [one if type(one) is Tensor else local(one) for one in states]
         small = [self.weights[i] for i in self.small]
         if small:
             torch._foreach_copy_(weights, small)

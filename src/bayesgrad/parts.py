@@ -80,12 +80,6 @@ class Host(Protocol):
     def weights_changed(self) -> None: ...
 
 
-def gradient_versions(optimizer: Host | torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
-    every = (p for group in optimizer.param_groups for p in group["params"])
-    return [(id(p.grad), shards.version(p.grad)) for p in every if p.grad is not None]
-
-
 def entries(optimizer: Host | torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """The parameters that have state, and their state; users may store other objects under other keys."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -98,18 +92,22 @@ class Part:
 
     Attributes:
         needs: what the training loop has to do for this part.
+        observes: whether `observe` does anything without labels and weights.
         whole: what passes with whole parameters give it, as with `fully_shard`, in words; None if parts of parameters
             (DTensors) of any kind will do.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
+        sharded: whether each process has a part of parameters.
         recorded: the layers of the model (`RecordedLayers`), for parts that use them.
         observed: what `observe` has collected since the last step, for parts that keep it as a list.
     """
 
     needs: Needs = Needs()
+    observes: bool = False
     whole: str | None = "the layers of the model"
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
+    sharded: bool = False
     recorded: Any = None
     observed: list[Any]
 
@@ -119,6 +117,7 @@ class Part:
         A part does not keep its optimizer alive: else memory and hooks would be freed late, by the garbage collector.
         """
         self.optimizer = weakref.proxy(optimizer)
+        self.sharded = any(shards.is_shard(p) for group in optimizer.param_groups for p in group["params"])
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         """Collects from a forward pass, before `loss.backward()`; arguments are those of `BeliefOptimizer.observe`."""
@@ -204,7 +203,8 @@ class Part:
     @property
     def processes(self) -> int:
         """How many processes train this model, with the batch of each step divided between them."""
-        return 1 if self.optimizer.independent else distributed.joint_processes()
+        alone = self.optimizer.independent or not distributed.has_group()
+        return 1 if alone else distributed.joint_processes()
 
     def row_layouts(self) -> RowLayouts:
         """For layers of the model; processes that gather parameters in a pass run the same passes."""

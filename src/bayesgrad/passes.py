@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from bayesgrad.distributed import after_averaging
-from bayesgrad.parts import Host, Part, gradient_versions
-from bayesgrad.shards import any_process, local
+from bayesgrad.parts import Host, Part
+from bayesgrad.shards import any_process, local, version
 
 Versions = list[tuple[int, int]]
 
@@ -129,13 +129,12 @@ class Passes:
     def repeat(self, parts: Sequence[Part]) -> None:
         """Called in `zero_grad()`: if a pass was given up after the gradients of its observation were computed, and the
         next one was observed before they were set to zero, discards both and repeats the second observation."""
-        if self.current:
-            some = [part for part in parts if not part.needs.loss]  # the others know which losses are differentiated
-            self.discard(some)
-            again, self.current = self.current, []
-            for seen in again:
-                for part in some:
-                    part.observe(*seen)
+        some = [part for part in parts if not part.needs.loss]  # the others know which losses are differentiated
+        self.discard(some)
+        again, self.current = self.current, []
+        for seen in again:
+            for part in some:
+                part.observe(*seen)
 
     def zeroed(self, stale: bool) -> None:
         """Called after gradients were set to zero."""
@@ -171,7 +170,7 @@ class Passes:
             )
 
     def _versions(self) -> Versions:
-        return gradient_versions(self.optimizer)
+        return gradient_versions(self.optimizer.param_groups)
 
     def _gradients(self) -> list[Tensor]:
         every = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -191,6 +190,16 @@ def warned_of_interrupts(what: str) -> Iterator[None]:
             stacklevel=4,
         )
         raise
+
+
+def gradient_versions(groups: Iterable[Mapping[str, Any]]) -> Versions:
+    """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
+    found = []
+    for group in groups:
+        for p in group["params"]:
+            if (gradient := p.grad) is not None:
+                found.append((id(gradient), gradient._version if type(gradient) is Tensor else version(gradient)))
+    return found
 
 
 def _nonzero(gradients: Sequence[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bayesgrad import distributed, noise
 
+FSDP = "torch.distributed.fsdp"  # the module of `fully_shard`
 _ORDINARY = (Tensor, nn.Parameter)
 _OWNERS = WeakTensorKeyDictionary()  # what `fully_shard` has gathered -> the DTensor; None for other parameters
 
@@ -152,7 +153,7 @@ def _summed(number: Tensor, mesh: Any, over: list[bool]) -> Tensor:
 
 def _sharded_modules() -> list[Any]:
     """All modules of this process to which `fully_shard` was applied."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = getattr(sys.modules.get(FSDP), "FSDPModule", None)
     if kind is None:
         return []
     # A parameter does not know its module, and an optimizer of parameters does not either.
@@ -182,7 +183,7 @@ def _gathered_parameters() -> Iterator[tuple[Tensor, Tensor | None]]:
 
 def owner(tensor: Any) -> Any:
     """The DTensor whose gathered values `fully_shard` has put in its place; another tensor itself."""
-    if tensor is None or is_shard(tensor) or "torch.distributed.fsdp" not in sys.modules:
+    if tensor is None or is_shard(tensor) or FSDP not in sys.modules:
         return tensor
     if tensor not in _OWNERS:
         _OWNERS.update({whole: p for p, whole in _gathered_parameters() if whole is not None})

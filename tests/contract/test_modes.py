@@ -25,7 +25,7 @@ class Ahead(BeliefOptimizer):
     def __init__(self, params, lr: float = 0.1) -> None:
         super().__init__(params, dict(lr=lr, batch_size=4))
 
-    def dynamics(self, group, step: int) -> dict[str, float]:
+    def dynamics(self, group) -> dict[str, float]:
         return {"process": 0.01, "stationary": 1.0}
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from bayesgrad.optim import AdaBayesFP
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules import Forget, NaturalStep, OrnsteinUhlenbeck, SquaredGradient, Static, SteadyState, UpdateRule
 
@@ -28,8 +29,8 @@ class Adam(BeliefOptimizer):
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, betas=betas, damping=eps, weight_decay=weight_decay))
 
-    def dynamics(self, group, step):
-        return {"beta": group["betas"][1], "step": step}
+    def dynamics(self, group):
+        return {"beta": group["betas"][1]}
 
 
 class RMSprop(BeliefOptimizer):
@@ -40,8 +41,8 @@ class RMSprop(BeliefOptimizer):
     def __init__(self, params, lr, alpha=0.99, eps=1e-8):
         super().__init__(params, dict(lr=lr, alpha=alpha, damping=eps))
 
-    def dynamics(self, group, step):
-        return {"beta": group["alpha"], "step": step}
+    def dynamics(self, group):
+        return {"beta": group["alpha"]}
 
 
 PAIRS = {
@@ -107,7 +108,7 @@ class FadingMemory(BeliefOptimizer):
     def __init__(self, params, lr=1.0, *, batch_size, forget=0.01):
         super().__init__(params, dict(lr=lr, batch_size=batch_size, forget=forget))
 
-    def dynamics(self, group, step):
+    def dynamics(self, group):
         return {"keep": 1 - group["forget"], "take": 1.0}
 
     def step_scale(self, group):
@@ -139,3 +140,46 @@ def test_the_fading_memory_filter_is_a_mean_square_normaliser() -> None:
     model.register_parameter("w", weight)
     steady = forget / (batch * weight.grad) ** 2  # Eq. 31
     torch.testing.assert_close(optimizer.posterior(model).variance()["w"], steady, rtol=1e-9, atol=0)
+
+
+class Divided(BeliefOptimizer):
+    """SGD whose steps are divided by an entry of the group that is no option."""
+
+    rule = UpdateRule(None, Static(), NaturalStep())
+
+    def step_scale(self, group):
+        return group["lr"] / float(group.get("visit", 1))
+
+
+def test_steps_follow_entries_of_groups_that_are_no_options() -> None:
+    """What a step prepares of a group is kept until a value changes, also of a tensor that is changed in place."""
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = Divided([weight], {"lr": 1.0})
+    weight.grad, number = torch.ones_like(weight), torch.tensor(5.0)
+    expected = 0.0
+    for visit, value in ((None, 1), (2, 2), (2, 2), (4, 4), (number, 5), (number, 8), (10, 10)):
+        if isinstance(visit, torch.Tensor):
+            visit.fill_(value)
+        if visit is not None:
+            optimizer.param_groups[0]["visit"] = visit
+        optimizer.step()
+        expected -= 1 / value
+        assert weight.item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_group_without_gradients_takes_its_reference_at_its_first_step() -> None:
+    """The lr of the first step with a gradient is that for which options were given, for a group built with lr = 0."""
+
+    def trained(idle: bool) -> torch.Tensor:
+        first, second = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+        optimizer = AdaBayesFP([{"params": [first]}, {"params": [second]}], 0.0, batch_size=4)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        first.grad = torch.ones_like(first)
+        for _ in range(3 * idle):
+            optimizer.step()
+        second.grad = torch.full_like(second, 0.01)
+        optimizer.step()
+        return second.detach()
+
+    assert torch.equal(trained(True), trained(False))

@@ -6,7 +6,8 @@ See `layers.recorder` for how it works.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from bayesgrad.layers.layout import RowLayout
-from bayesgrad.layers.operations import Operation, input_gradient, operation, parameter_gradients, prepare, run
+from bayesgrad.layers.operations import LINEAR, Operation, input_gradient, operation, parameter_gradients, prepare, run
 from bayesgrad.shards import owner
 
 if TYPE_CHECKING:
@@ -96,20 +97,27 @@ class Site:
     def own_nodes(self, nodes: Sequence[Any]) -> list[Any]:
         """Those that add to gradients of the module's parameters, and not of tensors in their place."""
         module = self.module()
-        own = [] if module is None else [owner(p) for p in module._parameters.values() if p is not None]
-        return [node for node in nodes if any(owner(getattr(node, "variable", None)) is p for p in own)]
+        own = [] if module is None else [p for p in module._parameters.values() if p is not None]
+        ids = set(map(id, own))
+        if all(id(getattr(node, "variable", None)) in ids for node in nodes):
+            return list(nodes)
+        ids = {id(owner(p)) for p in own}  # of parameters that `fully_shard` has gathered, in the pass or now
+        return [node for node in nodes if id(owner(getattr(node, "variable", None))) in ids]
 
-    def has_own(self, function: Any) -> bool:
-        """Whether a call has the module's own parameters, and not tensors in their place (functional_call).
+    def nodes_of(self, function: Any) -> list[Any] | None:
+        """The nodes that add to gradients, if a call has the module's parameters and no others (functional_call).
 
         Args:
             function: the node of the call in the autograd graph.
         """
         nodes = [node for node, _ in function.next_functions[1:3] if node is not None]
-        return len(self.own_nodes(nodes)) == len(nodes)
+        return nodes if len(self.own_nodes(nodes)) == len(nodes) else None
 
     def forward_id(self) -> int:
-        return next((recorder.forward_id for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
+        for ref, _ in self.recorders:
+            if (recorder := ref()) is not None:
+                return recorder.begun if recorder.inside else recorder.forward_id
+        return 0
 
     def gradients(
         self,
@@ -244,8 +252,7 @@ class RecordedLayer(torch.autograd.Function):
                 error, a, w, *compiled, needs[0], ctx.bias_shape if needs[1] else [0]
             )
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
-        elif (site := SITES.get(ctx.handle)) is not None and site.has_own(ctx):
-            nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
+        elif (site := SITES.get(ctx.handle)) is not None and (nodes := site.nodes_of(ctx)) is not None:
             by_weight, by_bias = site.gradients(
                 ctx.op, error, a, w, tuple(needs), ctx.forward_id, ctx.volatile, nodes, id(ctx)
             )
@@ -262,7 +269,8 @@ def forward(self: nn.Module, input: Tensor, *rest: Any, **options: Any) -> Tenso
     plain = plain or getattr(self, "sparse", False)  # an embedding with sparse gradients
     if plain or not is_recorded(self, weight, bias):
         return type(self).forward(self, input, *rest, **options)
-    return applied(self, prepare(self, input), weight, bias)  # pyright: ignore[reportArgumentType]
+    x = input if isinstance(self, nn.Linear) else prepare(self, input)
+    return applied(self, x, weight, bias)  # pyright: ignore[reportArgumentType]
 
 
 def is_recorded(module: nn.Module, *params: Tensor | None) -> bool:
@@ -280,7 +288,8 @@ def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
     site: Site = getattr(module, SITE)
     compiling = torch.compiler.is_compiling()
     ids = (_copy_of(site.counter), site.key) if compiling else (site.forward_id(), site.handle)
-    return RecordedLayer.apply(x, weight, bias, operation(module), *ids)  # pyright: ignore[reportReturnType]
+    op = (LINEAR,) if isinstance(module, nn.Linear) else operation(module)
+    return RecordedLayer.apply(x, weight, bias, op, *ids)  # pyright: ignore[reportReturnType]
 
 
 class Part(NamedTuple):
@@ -294,6 +303,35 @@ class Part(NamedTuple):
         if is_recorded(self.module, self.weight, self.bias):
             return applied(self.module, x, self.weight, self.bias)
         return run(operation(self.module), x, self.weight, self.bias)
+
+
+class Through:
+    """A hook of a parameter that is part of the model: a mask of its weight, which gradients pass through."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self.factor = factor
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return (gradient * self.factor).to(gradient.dtype)
+
+
+@contextmanager
+def without_hooks(params: Iterable[Tensor], but: type | tuple[type, ...] = ()) -> Iterator[None]:
+    """A context in which hooks of parameters (`Tensor.register_hook`) have no effect: they are for gradients of steps.
+
+    Args:
+        but: hooks to keep.
+    """
+    hooks = [(found, dict(found)) for p in params if (found := p._backward_hooks)]
+    for found, every in hooks:
+        found.clear()
+        found.update({key: hook for key, hook in every.items() if isinstance(hook, but)})
+    try:
+        yield
+    finally:
+        for found, every in hooks:
+            found.clear()
+            found.update(every)
 
 
 def adds_to_gradient(p: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bayesgrad.distributed import Exchange, Sum, after_averaging, joint_processes
+from bayesgrad.distributed import Exchange, Sum, after_averaging, has_group, joint_processes
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.shards import any_process, gathered, is_shard, local, owner, summed
 from bayesgrad.shards import version as version_of
@@ -46,7 +46,11 @@ class Mark(NamedTuple):
     passes: int
 
     def untouched(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self.gradient() is gradient and version_of(gradient) == self.version
+        return (
+            gradient is not None
+            and self.gradient() is gradient
+            and (gradient._version if type(gradient) is Tensor else version_of(gradient)) == self.version
+        )
 
 
 class GradientMarks:
@@ -70,6 +74,7 @@ class GradientMarks:
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.marks: dict[Tensor, Mark] = {}
         self.params = [p for p in params if p.requires_grad]
+        self.sharded = any(map(is_shard, self.params))
         self._unexplained: set[Tensor] = set()  # in this process
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
         self._averaged: tuple[int, list[Tensor]] = -1, []  # a pass, and parameters that are averaged at its end
@@ -87,7 +92,7 @@ class GradientMarks:
 
         def note(p: Tensor) -> None:
             if (own := reference()) is not None:
-                (own._reduced if is_shard(p) else own._accumulated)(p)
+                (own._reduced if own.sharded and is_shard(p) else own._accumulated)(p)
 
         self._note, self._handles = note, [p.register_post_accumulate_grad_hook(note) for p in self.params]
         self.close = weakref.finalize(self, _remove, self._handles)
@@ -111,9 +116,10 @@ class GradientMarks:
     def returned(self, module: nn.Module, gradients: Sequence[Tensor | None], task: int) -> None:
         """Called with the gradients that a layer returns for its weight and bias."""
         for name, gradient in zip(("weight", "bias"), gradients):
-            p = owner(module._parameters.get(name))
+            p = module._parameters.get(name)
             if gradient is None or p is None:
                 continue
+            p = owner(p) if self.sharded else p
             before, calls, total, from_zero, first = self._sums.get(p, NOTHING)
             if before != task:
                 calls, total, from_zero = 0, None, self._is_zero(p)
@@ -133,7 +139,7 @@ class GradientMarks:
 
     def _is_zero(self, p: Tensor) -> bool:
         """Whether a gradient is known to be None or zero."""
-        if is_shard(p):
+        if self.sharded and is_shard(p):
             if p not in self._watched:
                 self._watched[p] = gathered([p])[p]
                 self._handles.append(self._watched[p].register_post_accumulate_grad_hook(self._note))
@@ -151,7 +157,7 @@ class GradientMarks:
             self.marks[p] = Mark(TensorWeakRef(gradient), version_of(gradient), _sample(gradient).clone(), passes)
 
     def _accumulated(self, whole: Tensor) -> None:
-        gradient, p = whole.grad, owner(whole)
+        gradient, p = whole.grad, owner(whole) if self.sharded else whole
         if gradient is None or gradient.layout is not torch.strided:
             return
         old = self.marks.get(p)
@@ -179,7 +185,7 @@ class GradientMarks:
         # A hook (Tensor.register_hook) may change any gradient, which is then not what the layers returned.
         version = gradient._version if known and not p._backward_hooks else -1
         self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
-        if joint_processes() > 1:
+        if has_group() and joint_processes() > 1:
             if self._averaged[0] != (now := torch._C._current_graph_task_id()):
                 self._averaged = now, []
                 after_averaging(self._mark_averages)
@@ -241,7 +247,7 @@ class GradientMarks:
 
         This is not known of DTensors: other processes may have changed theirs.
         """
-        found = ((None if is_shard(p) else self.marks.get(p), p.grad) for p in params)
+        found = [(None if self.sharded and is_shard(p) else self.marks.get(p), p.grad) for p in params]
         return not self.by_value and all(
             mark is not None and mark.untouched(gradient) and passes in (None, mark.passes) for mark, gradient in found
         )
@@ -253,7 +259,7 @@ class GradientMarks:
         factor, no gradient counts as untouched from now on.
         """
         self._steps += 1
-        if self.by_value or any(map(is_shard, self.params)) or (self._steps & (self._steps - 1) and self._steps % 100):
+        if self.by_value or self.sharded or (self._steps & (self._steps - 1) and self._steps % 100):
             return
         factor = self.factor()
         if factor is None:
@@ -284,7 +290,7 @@ class GradientMarks:
         for then, now in pairs.values():
             then = torch.where(now == 0, 0.0, then)
             products.append(torch.stack([torch.dot(now, then), torch.dot(then, then)]))
-        by = dict(zip(pairs, summed(products, list(pairs))))
+        by = dict(zip(pairs, summed(products, list(pairs)) if self.sharded else products))
         found: list[Tensor | None] = []
         for some in several:
             own = [by[p] for p in some if p in by]
@@ -308,7 +314,7 @@ class GradientMarks:
 
 def _sample(gradient: Tensor) -> Tensor:
     """Some entries of a gradient, as a view where that is possible; of a DTensor, of this process's part."""
-    gradient = local(gradient)
+    gradient = gradient if type(gradient) is Tensor else local(gradient)
     return gradient.reshape(-1)[:: 1 + gradient.numel() // SAMPLE]
 
 

@@ -10,6 +10,7 @@ of the state. The input of a layer is here what its weight is applied to: see `l
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +40,7 @@ from bayesgrad.layers.per_example import (
     PerExampleGradients,
     StoredGradients,
 )
-from bayesgrad.shards import gradient_of, local, owner
+from bayesgrad.shards import FSDP, gradient_of, is_shard, local, owner
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -102,7 +103,8 @@ def _own_weight(module: nn.Module) -> bool:
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Those that are trained: DTensors, also while `fully_shard` has put gathered parameters in their place."""
-    return {name: owner(p) for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None}
+    found = {name: p for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None}
+    return {name: owner(p) for name, p in found.items()} if FSDP in sys.modules else found
 
 
 def groups_of(module: nn.Module) -> int:
@@ -147,7 +149,8 @@ def _places(module: Any, error: Tensor) -> list[int]:
 
 def weight_of(module: nn.Module) -> Tensor:
     """The weight of a layer that has one, for its shape and dtype."""
-    return owner(module._parameters["weight"])
+    weight: Any = module._parameters["weight"]
+    return owner(weight) if FSDP in sys.modules else weight
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -388,6 +391,11 @@ class Layer:
         _, fan_out, fan_in = self.shape
         return {"input": fan_out, "error": fan_in} if self.lookup else {"input": fan_in, "error": fan_out}
 
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether each process has a part of a parameter."""
+        return any(map(is_shard, self.members))
+
     def matrix(self) -> Tensor:
         """The gradient of [W b], (groups, out, in), with zeros for a parameter without a gradient."""
         return self.join(self.gradients())
@@ -395,6 +403,8 @@ class Layer:
     def gradients(self) -> list[Tensor]:
         """The gradients of weight and bias, or the parts of them that this process has."""
         dtype = compute_dtype(self.owner.dtype)
+        if not self.sharded:
+            return [(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in self.members]
         return [(torch.zeros_like(local(p)) if p.grad is None else gradient_of(p)).to(dtype) for p in self.members]
 
     def values(self) -> Tensor:

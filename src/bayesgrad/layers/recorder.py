@@ -37,10 +37,11 @@ One other file registers hooks of its own: `samplers.factors` (layer outputs ins
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -49,14 +50,14 @@ import torch._functorch.config
 import torch.compiler.config
 from torch import Tensor, nn
 
-from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, RecordedLayer, Site, forward
+from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, RecordedLayer, Site, forward, without_hooks
 from bayesgrad.layers.class_dimension import layer_dim
 from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.operations import CONVOLUTION, LINEAR, TRANSPOSED_LINEAR
-from bayesgrad.shards import gathered, owner, unreduced
+from bayesgrad.shards import FSDP, gathered, owner, unreduced
 
 MAX_DIMS = 6  # of outputs of a compiled model whose shape is noted
 MAX_PASSES = 256  # forward passes whose shapes are kept until their backward pass
@@ -160,35 +161,6 @@ def check_visible(outputs: Tensor) -> None:
         pass
 
 
-class Through:
-    """A hook of a parameter that is part of the model: a mask of its weight, which gradients pass through."""
-
-    def __init__(self, factor: Tensor) -> None:
-        self.factor = factor
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return (gradient * self.factor).to(gradient.dtype)
-
-
-@contextmanager
-def without_hooks(params: Iterable[Tensor], but: type | tuple[type, ...] = ()) -> Iterator[None]:
-    """A context in which hooks of parameters (`Tensor.register_hook`) have no effect: they are for gradients of steps.
-
-    Args:
-        but: hooks to keep.
-    """
-    hooks = [(found, dict(found)) for p in params if (found := p._backward_hooks)]
-    for found, every in hooks:
-        found.clear()
-        found.update({key: hook for key, hook in every.items() if isinstance(hook, but)})
-    try:
-        yield
-    finally:
-        for found, every in hooks:
-            found.clear()
-            found.update(every)
-
-
 class LayerRecorder:
     """Records inputs and errors of some layers of a model; see the module docstring.
 
@@ -265,8 +237,12 @@ class LayerRecorder:
         self.forward_count += 1
         self.begun = self.forward_count
         self.inside = True
-        sites = (module.__dict__.get(SITE) for module in self.layers.values())
-        self.current = next((site.forward_id() for site in sites if site is not None), self.forward_count)
+        self.current = self.forward_count
+        for module in self.layers.values():
+            if (site := module.__dict__.get(SITE)) is not None:
+                first = site.recorders and site.recorders[0][0]() is self
+                self.current = self.begun if first else site.forward_id()  # another recorder may count the passes
+                break
 
     def end_pass(self, args: tuple, kwargs: dict, output: Any) -> None:
         self.inside = False
@@ -335,13 +311,17 @@ class LayerRecorder:
         check_graph(outputs)
         calls: list[LayerCall] = []
         self.captures -= 1
-        own = {owner(p): None for m in self.layers.values() for p in m.parameters(recurse=False) if p.requires_grad}
-        if not (params := list(gathered(own).values())):
+        params = [p for m in self.layers.values() for p in m._parameters.values() if p is not None and p.requires_grad]
+        context: AbstractContextManager = nullcontext()
+        if FSDP in sys.modules or any(type(p) is not nn.Parameter for p in params):
+            own = {owner(p): None for p in params}
+            params, context = list(gathered(own).values()), unreduced(own)
+        if not (params := list(dict.fromkeys(params))):
             return calls
         self.capture = calls.append if receive is None else receive
         try:
             # Layers return no gradients now: hooks would be called with None.
-            with without_hooks(params), unreduced(own):
+            with without_hooks(params), context:
                 torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise explained(error) from error
@@ -357,7 +337,7 @@ class LayerRecorder:
         own = {id(owner(p)) for m in self.layers.values() for p in m._parameters.values() if p is not None}
         for node in graph_nodes(outputs):
             site = sites.get(getattr(node, "handle", -1))
-            recorded = site is not None and site.has_own(node)
+            recorded = site is not None and site.nodes_of(node) is not None
             closed = node.name() == f"{RecordedLayer.__name__}Backward" and node.handle not in SITES
             for following, _ in node.next_functions:
                 if hasattr(following, "variable"):

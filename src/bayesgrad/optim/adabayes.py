@@ -173,7 +173,7 @@ class AdaBayes(BeliefOptimizer):
     def _unit(self, group: Mapping[str, Any]) -> float:
         return relative_lr(group) if group["follow_lr"] else float(group["lr"] > 0)
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         lr, unit = float(group["lr"]), self._unit(group)
         if unit == 0:
             return {"process": 0.0, "stationary": math.inf}
@@ -271,8 +271,8 @@ class AdaBayesFP(BeliefOptimizer):
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["betas"][1], "step": step, "half": reference_lr(group) / (2 * group["sgd_lr"])}
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {"beta": group["betas"][1], "half": reference_lr(group) / (2 * group["sgd_lr"])}
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]

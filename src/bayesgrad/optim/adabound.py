@@ -111,8 +111,8 @@ class AdaBound(BeliefOptimizer):
     ) -> None:
         super().__init__(params, settings(locals()))
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["betas"][1], "step": step}
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {"beta": group["betas"][1]}
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         penalty = {"l2": group["weight_decay"]} if group["weight_decay"] else {}

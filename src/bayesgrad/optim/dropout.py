@@ -39,7 +39,7 @@ DEFAULTS = {
 class BiasedMovingAverage(MovingAverage):
     """s <- decay s + (1 - decay) h, starting from a prior: `Forget` with the precision as state, as it may be zero."""
 
-    def scalars(self, *, decay: float, step: int) -> dict[str, float]:
+    def scalars(self, step: int = 1, *, decay: float) -> dict[str, float]:
         return {"keep": decay, "take": 1 - decay, "floor": FLOOR}
 
 
@@ -192,10 +192,10 @@ class SpikeSlab(BeliefOptimizer):
             return self.newton_rule
         return type(self).rule if group["update"] == "adam" else self.undebiased_rule
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         if group["update"] == "newton":
-            return {"decay": 1 - float(group["lr"]), "step": step}
-        return {"beta": group["betas"][1], "step": step}
+            return {"decay": 1 - float(group["lr"])}
+        return {"beta": group["betas"][1]}
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return super().scalars({**group, "damping": group["eps"]}, step)

@@ -153,7 +153,7 @@ class KroneckerFilter(KroneckerOptimizer):
     def _unit(self, group: Mapping[str, Any]) -> float:
         return relative_lr(group)
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         return self._drift(group, 1)
 
     def _drift(self, group: Mapping[str, Any], steps: int) -> dict[str, float]:
@@ -280,9 +280,9 @@ class KroneckerFilterFP(KroneckerOptimizer):
     def build_preconditioner(self) -> Whitening:
         return Whitening("AdaBayesFP with the same lr and prior")
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         half = float(group["lr"]) / (2 * group["prior_std"] ** 2 * group["batch_size"])
-        return {"beta": group["ema"], "step": step, "half": half}
+        return {"beta": group["ema"], "half": half}
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return self.start(group) * group["batch_size"] / float(group["lr"])

@@ -21,8 +21,8 @@ class LayerOptimizer(BeliefOptimizer):
     rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
     accepts = {**BeliefOptimizer.accepts, **LAYER_OPTIONS}
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["ema"], "step": step}
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {"beta": group["ema"]}
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         return group["fallback_lr"] * relative_lr(group)

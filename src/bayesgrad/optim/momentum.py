@@ -203,11 +203,11 @@ class KalmanMomentum(BeliefOptimizer):
             rule = replace(rule, transition=SteadyState(OrnsteinUhlenbeckPair()))
         return replace(rule, curvature=CentredGradient()) if group["fisher"] == "centered" else rule
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         lr, unit, eta_p = float(group["lr"]), self._unit(group), group["momentum_decay"]
         if group["steady_state"]:
             eta = lr or group["last_lr"] or 1.0
-            return {"beta": group["beta2"], "step": step, "eta": eta, "eta_p": eta_p, "count": group["batch_size"]}
+            return {"beta": group["beta2"], "eta": eta, "eta_p": eta_p, "count": group["batch_size"]}
         if lr == 0:
             return {"eta": 0.0, "eta_p": 0.0, "eta_w": 0.0, "retain": 1.0}
         root = math.sqrt(unit)

@@ -27,7 +27,7 @@ from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.rules import Forget, NaturalStep, UpdateRule
-from bayesgrad.rules.transition import largest_square_root
+from bayesgrad.rules.transition import LARGEST
 from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
 from bayesgrad.sources import WeightSampling
 
@@ -90,7 +90,7 @@ class VariationalOptimizer(BeliefOptimizer):
         """The rule, with momentum of the natural parameters if `natural_momentum` is not zero."""
         return _with_natural_momentum(type(self).rule) if group["natural_momentum"] else type(self).rule
 
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         beta = group["betas"][1]
         return {"keep": beta, "take": 1 - beta}
 
@@ -103,7 +103,7 @@ class VariationalOptimizer(BeliefOptimizer):
         n = super().scalars(group, step)
         n["prior"] = self.strength(group)
         # Where gradients are strong and curvature is not, weights would overflow without a bound.
-        n["radius"] = min(self.clip_radius(group), largest_square_root(torch.float32))
+        n["radius"] = min(self.clip_radius(group), LARGEST[torch.float32])
         if group["natural_momentum"]:
             n["natural_momentum"] = (
                 group["natural_momentum"] if group["lr"] > 0 else 0.0

@@ -78,5 +78,5 @@ def learning_rates(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tenso
     if "step" not in entry:
         return torch.full_like(p, step_scale * optimizer.prior_variance(then), dtype=compute_dtype(p.dtype))
     transition = optimizer.rule.transition
-    scalars = transition.scalars(**optimizer.dynamics(then, int(entry["step"])))
+    scalars = transition.scalars(int(entry["step"]), **optimizer.dynamics(then))
     return step_scale * transition.current_precision(entry, scalars).variance()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +25,17 @@ class Diagonal(Precision):
 
     covariance: Tensor
 
+    def _with(self, covariance: Tensor) -> Diagonal:
+        return Diagonal(covariance)
+
     def scale(self, factor: Any) -> Diagonal:
-        return replace(self, covariance=self.covariance / factor)
+        return self._with(self.covariance / factor)
 
     def add(self, increment: Any) -> Diagonal:
-        return replace(self, covariance=self.covariance / (1 + self.covariance * increment))
+        return self._with(self.covariance / (1 + self.covariance * increment))
 
     def propagate(self, retain: Any, noise: Any) -> Diagonal:
-        return replace(self, covariance=retain * self.covariance + noise)
+        return self._with(retain * self.covariance + noise)
 
     def solve(self, vector: Tensor) -> Tensor:
         return self.covariance * vector

@@ -25,6 +25,9 @@ class Scalar(Diagonal):
 
     shape: tuple[int, ...]
 
+    def _with(self, covariance: Tensor) -> Scalar:
+        return Scalar(covariance, self.shape)
+
     def variance(self) -> Tensor:
         return self.covariance.expand(self.shape)
 

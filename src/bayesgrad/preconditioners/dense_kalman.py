@@ -38,6 +38,7 @@ class DenseKalman(NetworkPreconditioner):
     """
 
     needs = Needs(outputs=True)
+    observes = True
     ou = OrnsteinUhlenbeck()
 
     def bind(self, optimizer: Host) -> None:

@@ -21,10 +21,12 @@ class PreconditionedGradients:
     A gradient remains preconditioned after a step, until it is set to zero or replaced: another step uses it as it is.
 
     Attributes:
+        used: whether there was a backward pass with this option.
         layers: these.
     """
 
     def __init__(self) -> None:
+        self.used = False
         self.layers: set[Layer] = set()
         self._raw: set[Layer] = set()  # layers of which a pass has returned the gradient itself
         self._used: set[Layer] = set()  # layers without a pass since the last step
@@ -44,6 +46,7 @@ class PreconditionedGradients:
 
     def add(self, layer: Layer, call: LayerCall, needed: bool) -> InnerProduct:
         """Called if a backward pass preconditions; returns where to add the inner product, if it is needed."""
+        self.used = True
         self.layers.add(layer)
         self._used.discard(layer)
         if call.backward_id != self._calls[0]:
@@ -54,6 +57,7 @@ class PreconditionedGradients:
 
     def add_raw(self, layer: Layer) -> None:
         """Called if a backward pass does not precondition."""
+        self.used = True
         self._raw.add(layer)
 
     def stepped(self) -> None:

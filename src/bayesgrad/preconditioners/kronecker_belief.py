@@ -21,8 +21,8 @@ from bayesgrad.parts import Groups, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, cost, has_merged
+from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings, has_merged
+from bayesgrad.preconditioners.refresh import MERGED, MERGES, cost
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule

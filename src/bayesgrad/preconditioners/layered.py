@@ -11,8 +11,9 @@ fewer than outputs. By the option `precondition` it is computed in one of two pl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.distributed import Exchange, Job, divided
-from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
@@ -29,25 +29,8 @@ from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
+from bayesgrad.preconditioners import refresh
 from bayesgrad.preconditioners.in_backward import PreconditionedGradients
-from bayesgrad.preconditioners.refresh import (
-    MERGED,
-    MERGES,
-    cast,
-    check_factor,
-    cost,
-    drop_unfit,
-    factor_shapes,
-    fits,
-    has_merged,
-    inversion_due,
-    is_due,
-    is_layer_tensor,
-    new_clock,
-    note_inversion,
-    store,
-    unit_factors,
-)
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_gradients, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
@@ -59,6 +42,11 @@ LARGE = 512  # inputs of a layer from which its statistics are gathered less oft
 Settings = Mapping[Layer, Mapping[str, Any]]
 Entry = dict[str, Tensor]
 Found = dict[Layer, LayerStatistics]
+
+
+def has_merged(entry: Mapping[str, Tensor]) -> bool:
+    """Whether the state of a layer has statistics of a batch."""
+    return "clock" in entry and int(entry["clock"][refresh.MERGES]) > 0
 
 
 class LayerPreconditioner(Preconditioner):
@@ -82,7 +70,7 @@ class LayerPreconditioner(Preconditioner):
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
     on_cpu = ("clock", "damped", "traces")
-    has_own_shape = staticmethod(is_layer_tensor)  # pyright: ignore[reportAssignmentType]
+    has_own_shape = staticmethod(refresh.is_layer_tensor)  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, fallback: str) -> None:
         self.fallback, self.factors = fallback, [f"{side}_{self.factor}" for side in self.sides]
@@ -97,37 +85,41 @@ class LayerPreconditioner(Preconditioner):
 
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
-        self.needs = Needs(outputs=any(map(self.from_labels, optimizer.param_groups)))
+        self.observes = any(map(self.from_labels, optimizer.param_groups))
+        self.needs = Needs(outputs=self.observes)
         self.close()
         self.recorded = RecordedLayers(
             self.optimizer,
             self.fallback,
-            receive=weak(self.receive),
+            receiver=self,
             only=weak(self.uses),
-            returned=weak(self.returned) if self.reads_outputs else None,
+            returned=self.reads_outputs,
         )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
         self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
-        self.layouts = self.row_layouts()
+        self.known_shapes: dict[Layer, dict[str, tuple[int, ...]]] = {}  # of factors, by name
+        self.ready: dict[Layer, tuple[Any, Sequence[Any]]] = {}  # dtype, device and tensors of an initialised state
+        self.layouts, self.done = self.row_layouts(), PreconditionedGradients()
         self.forget(observed=True)
 
     def reset(self) -> None:
-        done = self.done
-        super().reset()
-        self.done, self.scheduled = done, {}
-        done.stepped()
+        done, self.scheduled = self.done, {}
+        self.forget(observed=True)
+        if done.used:
+            self.done = done
+            done.stepped()
         self.recorded.marks.twice.clear()
 
     def forget(self, observed: bool) -> None:
-        super().forget(observed)
         if observed:
             self.from_observations: Found = {}
         self.from_passes: Found = {}
         self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
-        self.done = PreconditionedGradients()
+        if self.done.used:
+            self.done = PreconditionedGradients()
 
     def covers(self, p: Tensor) -> bool:
         return self.recorded.covers(p)
@@ -135,7 +127,7 @@ class LayerPreconditioner(Preconditioner):
     # --- statistics ---
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
-        if not self.needs.outputs:
+        if not self.observes:
             return
         check_outputs(outputs)
         recorder = self.recorded.recorder
@@ -162,13 +154,15 @@ class LayerPreconditioner(Preconditioner):
             recorder.trace(outputs)  # raises if checkpointing hides layers
 
     def receive(self, call: LayerCall, restarted: bool) -> Pair | None:
-        if (layer := self.recorded.layer_of(call.module)) is None:
+        own = self.recorded.by_weight.get(id(call.module._parameters.get("weight")))
+        if (layer := own or self.recorded.layer_of(call.module)) is None:
             return None
         group = self.groups[layer.owner]
         if restarted:
             for found in (self.from_passes, self.kept, self.passes):
                 found.pop(layer, None)
-            self.done.restart(layer)
+            if self.done.used:
+                self.done.restart(layer)
         if not self.from_labels(group) and self.due(layer, group):
             self._add(self.from_passes, layer, call, self.recorded.forward_pass(call))
         if group.get("precondition") == "backward":
@@ -223,20 +217,20 @@ class LayerPreconditioner(Preconditioner):
             kept.append(call.kept())
         elif layer in self.passes:
             self.kept.pop(layer, None)
-        elif self.processes == 1 and self.is_kronecker(group) and self._rows_are_cheaper(layer, call, group):
+        elif self.is_kronecker(group) and self._rows_are_cheaper(layer, call, group) and self.processes == 1:
             self.kept[layer] = [call.kept()]
         self.passes[layer] = call.backward_id
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None for the gradients themselves, as before an update."""
         entry = self.optimizer.state.get(layer.owner, {})
-        known = has_merged(entry) and fits(entry, self._shapes(layer, group))
+        known = self._has_merged(layer) and refresh.fits(entry, self._shapes(layer, group))
         marks = self.recorded.marks
         # A pass with derivatives of gradients adds terms that no layer returns.
         if not known or layer.weight in marks.unexplained or any(p in marks.twice for p in layer.members):
             self.done.add_raw(layer)
             return None
-        cast(entry, self.factors, layer.owner, self.on_cpu)
+        refresh.cast(entry, self.factors, layer.owner, self.on_cpu)
         precision = self.precision(layer, group)
         inner = self.done.add(layer, call, math.isfinite(group.get("max_norm", math.inf)))
         if isinstance(precision, Kronecker) and self._rows_are_cheaper(layer, call, group):
@@ -253,7 +247,8 @@ class LayerPreconditioner(Preconditioner):
 
     def _rows_are_cheaper(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> bool:
         """Whether (E L)'(A R) needs fewer multiplications than L G R."""
-        full = [side for side, shape in self.shapes(layer, group).items() if len(shape) == 3]  # the rest is diagonal
+        shapes = self._shapes(layer, group)
+        full = [side for side in self.sides if len(shapes[f"{side}_{self.factor}"]) == 3]  # the rest is diagonal
         return not layer.lookup and rows_are_cheaper(layer, call, full)
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
@@ -263,32 +258,33 @@ class LayerPreconditioner(Preconditioner):
             every = group["stats_every"]
             few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
             entry = self.optimizer.state.get(layer.owner, {})
-            due = "clock" not in entry or is_due(entry, MERGED, every * (4 if few else 1))
+            due = "clock" not in entry or refresh.is_due(entry, refresh.MERGED, every * (4 if few else 1))
             self.scheduled[layer] = every, due
         return due
 
     def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
-        recorded, state = self.recorded, self.optimizer.state
+        recorded, observed = self.recorded, self.from_observations
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
         rest = [layer for layer in rest if self.due(layer, settings[layer])]
-        observed = self.from_observations
-        never = not any(has_merged(state.get(layer.owner, {})) for layer in labelled)
-        if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
+        never = labelled and not observed and not any(map(self._has_merged, labelled))
+        if never and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
-        if not self.from_passes and (names := recorded.with_nonzero_gradient(rest)):
+        if rest and not self.from_passes and (names := recorded.with_nonzero_gradient(rest)):
             raise recorded.missing_observation(
                 f"no inputs were recorded for layers {[layer.names[0] for layer in names]}",
                 "run forward and backward passes",
             )
         found = {layer: observed[layer] for layer in observed if layer in labelled}
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
+        if not found:
+            return found
         good = finite(found)
-        new = [layer for layer in found if not has_merged(state.get(layer.owner, {}))]
+        new = [layer for layer in found if not self._has_merged(layer)]
         if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
             raise self.optimizer.nonfinite_error(f"{bad}: check the batch and the loss, or scale them.")
         return good
@@ -300,24 +296,26 @@ class LayerPreconditioner(Preconditioner):
 
     def merge(self, layer: Layer, entry: Entry, statistics: LayerStatistics, group: Mapping[str, Any]) -> None:
         """Updates the factors; `clock` already counts this merge but has the step of the last one."""
-        keep, take = average(group["ema"], int(entry["clock"][MERGES]))
+        keep, take = average(group["ema"], int(entry["clock"][refresh.MERGES]))
         for side, moment in statistics.moments().items():
             moment.into(entry[f"{side}_moment"], keep, take)
 
     # --- the step ---
 
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
-        recorded, state = self.recorded, self.optimizer.state
-        before = {layer.owner for layer in recorded.layers}
+        recorded, before = self.recorded, self.recorded.layers
         recorded.update_trainable(in_step=True)
-        self.unfrozen = {layer.owner for layer in recorded.layers} - before
+        same = recorded.layers is before
+        self.unfrozen = set() if same else {one.owner for one in recorded.layers} - {one.owner for one in before}
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
-        known = [layer for layer in current if layer in fresh or has_merged(state.get(layer.owner, {}))]
-        known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
-        self.done.check(known, recorded.marks)
+        elsewhere = recorded.marks.unexplained
+        known = [layer for layer in current if layer in fresh or self._has_merged(layer)]
+        known = [layer for layer in known if layer.weight not in elsewhere]
+        if self.done.used:
+            self.done.check(known, recorded.marks)
         lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)
@@ -354,15 +352,15 @@ class LayerPreconditioner(Preconditioner):
             entry, group = self.optimizer.state[layer.owner], settings[layer]
             self._initialise(layer, entry, group)
             if layer in fresh:
-                entry["clock"][MERGES] += 1
+                entry["clock"][refresh.MERGES] += 1
                 self.merge(layer, entry, fresh[layer], group)
-                entry["clock"][MERGED] = int(entry.get("step", 0)) + 1
-            every = group["update_every"]
-            due[layer] = inversion_due(entry, every, order.index(layer) * every // len(order), self.setting(group))
+                entry["clock"][refresh.MERGED] = int(entry.get("step", 0)) + 1
+            every, damping = group["update_every"], self.setting(group)
+            due[layer] = refresh.inversion_due(entry, every, order.index(layer) * every // len(order), damping)
         if compared := [layer for layer, one in due.items() if isinstance(one, Tensor)]:
             due |= dict(zip(compared, torch.stack([due[layer].cpu() for layer in compared]).tolist()))  # pyright: ignore
-        chosen = [(layer, self.optimizer.state[layer.owner], settings[layer]) for layer, one in due.items() if one]
-        self._invert(chosen, self.processes)
+        if chosen := [(layer, self.optimizer.state[layer.owner], settings[layer]) for layer, one in due.items() if one]:
+            self._invert(chosen, self.processes)
 
     def _invert(self, chosen: list[tuple[Layer, Entry, Mapping[str, Any]]], processes: int) -> None:
         """Computes the inverses of layers, which processes divide."""
@@ -371,7 +369,7 @@ class LayerPreconditioner(Preconditioner):
         for one in chosen:
             found = [result for (other, _), result in zip(jobs, results) if other is one]
             self.keep_inverses(*one, {name: value for result in found for name, value in result.items()})
-            note_inversion(one[1], self.setting(one[2]))
+            refresh.note_inversion(one[1], self.setting(one[2]))
 
     def setting(self, group: Mapping[str, Any]) -> float:
         """The hyperparameter that inverses depend on: they are computed anew when it changes by more than a tenth."""
@@ -387,7 +385,7 @@ class LayerPreconditioner(Preconditioner):
         for side, damping in self.dampings(entry, group).items():
             moment = entry[f"{side}_moment"]
             run = partial(self._inverse, layer, side, moment, float(damping))
-            jobs.append(Job(cost(moment), {f"{side}_inverse": moment}, run))
+            jobs.append(Job(refresh.cost(moment), {f"{side}_inverse": moment}, run))
         return jobs
 
     def _inverse(self, layer: Layer, side: str, moment: Tensor, damping: float) -> dict[str, Tensor]:
@@ -399,7 +397,7 @@ class LayerPreconditioner(Preconditioner):
     def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
         """Stores the results of `inversions`."""
         for name, value in found.items():
-            store(entry, name, value)
+            refresh.store(entry, name, value)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         """The precision of [W b]."""
@@ -410,32 +408,41 @@ class LayerPreconditioner(Preconditioner):
     # --- state ---
 
     def _initialise(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> None:
-        like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        drop_unfit(entry, shapes := self._shapes(layer, group))
-        for name in (name for name in shapes if name not in entry):
-            entry[name] = self.initial_factor(torch.zeros(shapes[name], **like), group)
-        cast(entry, shapes, layer.owner, self.on_cpu)
-        entry.setdefault("clock", new_clock())
+        owner, shapes = layer.owner, self._shapes(layer, group)
+        kind, kept = self.ready.get(layer, ((), ()))
+        if kind == (owner.dtype, owner.device) and all(map(is_, map(entry.get, ("clock", *shapes)), kept)):
+            return
+        refresh.initialise(entry, shapes, owner, self.on_cpu, lambda zeros: self.initial_factor(zeros, group))
+        self.ready[layer] = (owner.dtype, owner.device), [entry[name] for name in ("clock", *shapes)]
 
     def _shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
+        """The shapes of factors by name; the options that they depend on cannot change during a run."""
+        if layer not in self.known_shapes:
+            self.known_shapes[layer] = self._named(self.shapes(layer, group))
+        return self.known_shapes[layer]
+
+    def _named(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {f"{side}_{self.factor}": shape for side, shape in shapes.items()}
+
+    def _has_merged(self, layer: Layer) -> bool:
+        return has_merged(self.optimizer.state.get(layer.owner, {}))
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         return zeros
 
     def shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return factor_shapes(layer, self.sides, group["max_factor"])
+        return refresh.factor_shapes(layer, self.sides, group["max_factor"])
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         self.recorded.update_trainable()
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
-            for name, shape in self._shapes(layer, group).items() if entry else ():
-                check_factor(entry, name, shape, layer.names[0], self.optimizer.__class__.__name__)
+            for name, shape in self._named(self.shapes(layer, group)).items() if entry else ():
+                refresh.check_factor(entry, name, shape, layer.names[0], self.optimizer.__class__.__name__)
 
     def initialise_state(self) -> None:
         for layer in self.recorded.layers:
             entry, group = self.optimizer.state[layer.owner], self.groups[layer.owner]
             self._initialise(layer, entry, group)
-            with unit_factors(entry, self.factors):
+            with refresh.unit_factors(entry, self.factors):
                 self._invert([(layer, entry, group)], processes=1)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from bayesgrad.parts import Host, Preconditioner, entries
+from bayesgrad.parts import Host, Preconditioner
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 MERGES, MERGED = range(2)  # entries of `clock`: number of observations, step of the last
@@ -56,4 +56,9 @@ class NetworkPreconditioner(Preconditioner):
         return clock is None or self.steps_taken() + 1 - int(clock[MERGED]) >= every
 
     def steps_taken(self) -> int:
-        return max((int(entry["step"]) for _, entry in entries(self.optimizer) if "step" in entry), default=0)
+        found, state = 0, self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p in state and "step" in state[p]:
+                    found = max(found, int(state[p]["step"]))
+        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -89,11 +89,6 @@ def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
 
 
-def has_merged(entry: Mapping[str, Tensor]) -> bool:
-    """Whether the state of a layer has statistics of a batch."""
-    return "clock" in entry and int(entry["clock"][MERGES]) > 0
-
-
 @contextmanager
 def unit_factors(entry: dict[str, Tensor], names: Iterable[str]) -> Iterator[None]:
     """A context in which the factors of a layer are unit matrices; afterwards they, and the clock, are as at first."""
@@ -132,6 +127,21 @@ def drop_unfit(entry: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) 
     if not fits(entry, shapes):
         for key in filter(is_layer_tensor, list(entry)):
             del entry[key]
+
+
+def initialise(
+    entry: dict[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    p: Tensor,
+    on_cpu: Collection[str],
+    initial: Callable[[Tensor], Tensor],
+) -> None:
+    """Creates the factors of a layer that are missing, from tensors of zeros, and casts those of another dtype."""
+    drop_unfit(entry, shapes)
+    for name in (name for name in shapes if name not in entry):
+        entry[name] = initial(torch.zeros(shapes[name], dtype=compute_dtype(p.dtype), device=p.device))
+    cast(entry, shapes, p, on_cpu)
+    entry.setdefault("clock", new_clock())
 
 
 def cast(entry: dict[str, Tensor], factors: Iterable[str], p: Tensor, on_cpu: Collection[str]) -> None:

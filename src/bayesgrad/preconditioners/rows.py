@@ -15,8 +15,11 @@ from bayesgrad.layers.modules import Layer, error_rows, input_rows, rows_in
 from bayesgrad.layers.moments import joined
 from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.precision import Kronecker, Precision
-from bayesgrad.preconditioners.stability import inner_product
-from bayesgrad.shards import Solve, gradient_of, is_shard, solved, summed
+from bayesgrad.shards import Solve, gradient_of, solved, summed
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.reshape(-1), b.to(a).reshape(-1))
 
 
 class InnerProduct:
@@ -68,19 +71,18 @@ def from_gradients(several: Mapping[Layer, Precision], inner: InnerProduct) -> d
     found: dict[Tensor | None, Direction] = {}
     jobs, products = [], {}
     for layer, precision in several.items():
-        run = partial(_solve, layer, precision)
-        if any(map(is_shard, layer.members)):
-            jobs.append(Solve(layer.members, layer.gradients(), run))
+        if layer.sharded:
+            jobs.append(Solve(layer.members, layer.gradients(), partial(_solve, layer, precision)))
             continue
         gradient = layer.matrix()
         solution = precision.solve(gradient)
         inner.add(solution, gradient)
         found |= layer.split(solution)
-    for job, parts in zip(jobs, solved(jobs)):
+    for job, parts in zip(jobs, solved(jobs) if jobs else ()):
         for p, part in zip(job.params, parts):
             if p.grad is not None:
                 found[p], products[p] = part, inner_product(part, gradient_of(p))
-    for total in summed(list(products.values()), list(products)) if inner.needed else ():
+    for total in summed(list(products.values()), list(products)) if inner.needed and products else ():
         inner.include(total)
     return found
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesgrad.directions import Directions, dense, scaled, square_norm
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import LayerStatistics
+from bayesgrad.preconditioners.rows import inner_product
 from bayesgrad.shards import gradient_of, summed
 
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
@@ -41,10 +42,6 @@ def limit_norm(directions: Directions, limit: float, square: Tensor | None = Non
     square = square.nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=torch.finfo(square.dtype).tiny)
     factor = (limit * square.rsqrt()).clamp(max=1)
     return {p: scaled(d, factor) for p, d in directions.items()}
-
-
-def inner_product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a.reshape(-1), b.to(a).reshape(-1))
 
 
 def limit_size(directions: Directions, blocks: Iterable[tuple[Sequence[Tensor], float]]) -> Directions:

@@ -18,7 +18,7 @@ from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.fisher import check_batch_mixing, gather_gradients
 from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, is_stored, restored
 from bayesgrad.layers.recorder import check_outputs
-from bayesgrad.parts import Groups, Host, Needs, weak
+from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.gradient_factor import common_factor, dot, kind, size_bound
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
@@ -44,6 +44,7 @@ class Woodbury(NetworkPreconditioner):
     """
 
     needs = Needs(outputs=True)
+    observes = True
     on_cpu = ("clock", "dual_damping", "gram_of")
 
     def __init__(self, fallback: str) -> None:
@@ -76,7 +77,7 @@ class Woodbury(NetworkPreconditioner):
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
         known = (layers.is_matrix, layers.is_norm)
-        return RecordedLayers(optimizer, self.fallback, known, by_layer=False, receive=weak(self.receive))
+        return RecordedLayers(optimizer, self.fallback, known, by_layer=False, receiver=self)
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)

@@ -56,13 +56,11 @@ from bayesgrad.precision import Diagonal, Pair
 FLOOR = torch.finfo(torch.float32).tiny
 OLDER_VARIANCE = "older_variance"  # in memory during a step: the variance before the last, for `NaturalStep`
 
+# A quarter of the largest number whose square is finite, 4.6e18 in float32: the bound of gradients.
+LARGEST = {dtype: math.sqrt(torch.finfo(dtype).max) / 4 for dtype in (torch.float32, torch.float64)}
+
 Memory = dict[str, Tensor]
 Scalars = Mapping[str, Any]
-
-
-def largest_square_root(dtype: torch.dtype) -> float:
-    """A quarter of the largest number whose square is finite, 4.6e18 in float32: the bound of gradients."""
-    return math.sqrt(torch.finfo(dtype).max) / 4
 
 
 def average(decay: float, step: int) -> tuple[float, float]:
@@ -79,14 +77,14 @@ class Transition(ABC):
     """Base class of all transitions.
 
     `slots` names the state tensors of a weight; those in `variances` start at the variance of the prior. An optimizer
-    passes its `dynamics(group, step)` to `scalars`.
+    passes its `dynamics(group)` to `scalars`.
     """
 
     slots: tuple[str, ...] = (VARIANCE,)
     variances: tuple[str, ...] = (VARIANCE, "last_variance")
 
-    def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
-        """The scalars `n` that the other methods read, from the optimizer's `dynamics`."""
+    def scalars(self, *step: Any, **dynamics: Any) -> dict[str, float]:
+        """The scalars `n` that the other methods read, by the number of the step (from 1) and `dynamics`."""
         return {}
 
     @abstractmethod
@@ -150,7 +148,7 @@ class Forget(Transition):
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (VARIANCE, "last_variance") if self.natural_momentum else (VARIANCE,)
 
-    def scalars(self, *, keep: float, take: float) -> dict[str, float]:
+    def scalars(self, step: int = 1, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
@@ -169,7 +167,7 @@ class Forget(Transition):
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
             memory["last_variance"] = variance
         # Without a prior the variance of a weight whose increments are zero grows in every step.
-        posterior = Diagonal(posterior.covariance.clamp(max=largest_square_root(variance.dtype)))
+        posterior = Diagonal(posterior.covariance.clamp(max=LARGEST[variance.dtype]))
         memory[VARIANCE] = posterior.storable()
         return posterior
 
@@ -186,7 +184,7 @@ class MovingAverage(Transition):
 
     slots = ("moment",)
 
-    def scalars(self, *, decay: float, step: int) -> dict[str, float]:
+    def scalars(self, step: int = 1, *, decay: float) -> dict[str, float]:
         keep, take = average(decay, step)
         return {"keep": keep, "take": take, "floor": FLOOR}
 
@@ -215,7 +213,7 @@ class OrnsteinUhlenbeck(Transition):
     Checked by: tests/equations/test_adabayes.py, against the root of its fixed-point equation.
     """
 
-    def scalars(self, *, process: float, stationary: float) -> dict[str, float]:
+    def scalars(self, step: int = 1, *, process: float, stationary: float) -> dict[str, float]:
         """Args: process: eta^2; stationary: sigma^2."""
         if process == 0:
             return {"retain": 1.0, "noise": 0.0}
@@ -262,7 +260,7 @@ class OrnsteinUhlenbeckPair(Transition):
 
     slots = (VARIANCE, "cross", "momentum_variance")
 
-    def scalars(self, *, eta: float, eta_p: float, eta_w: float, retain: float) -> dict[str, float]:
+    def scalars(self, step: int = 1, *, eta: float, eta_p: float, eta_w: float, retain: float) -> dict[str, float]:
         """Args: retain: c_w."""
         keep = 1 - eta_p
         return {
@@ -323,7 +321,7 @@ class SteadyState(Transition):
     debias: bool = True
     slots = ("moment",)
 
-    def scalars(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
+    def scalars(self, step: int = 1, *, beta: float, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
         return {"keep": keep, "take": take} | self.of.steady_scalars(**dynamics)
 

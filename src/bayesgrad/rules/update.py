@@ -27,7 +27,7 @@ from torch import Tensor
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Precision, Scalar
-from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average, largest_square_root
+from bayesgrad.rules.transition import LARGEST, OLDER_VARIANCE, Memory, Scalars, Transition, average
 
 MOMENTUM = "momentum"  # the slot of the average of gradients or directions
 PRIOR_PRECISION, PRIOR_MEAN = "prior_precision", "prior_mean"  # slots of a prior: the posterior of an earlier task
@@ -84,7 +84,7 @@ class SquaredGradient(Curvature):
 
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         if evidence.squares is not None:  # means of squares over several samples of weights or labels
-            squares = evidence.squares.clamp(max=largest_square_root(evidence.squares.dtype) ** 2)
+            squares = evidence.squares.clamp(max=LARGEST[evidence.squares.dtype] ** 2)
             return n["gradient_scale"] * (n["gradient_scale"] * squares) if "gradient_scale" in n else squares
         error = evidence.gradient * n["gradient_scale"] if "gradient_scale" in n else evidence.gradient
         return error * error
@@ -273,7 +273,7 @@ class NaturalStep(Move):
         moved = mean - n["step_scale"] * step
         if self.natural_momentum:
             ratio = precision.variance() / memory[OLDER_VARIANCE]
-            largest = largest_square_root(mean.dtype)
+            largest = LARGEST[mean.dtype]
             moved = moved + (n["natural_momentum"] * ratio * (mean - memory["last_mean"])).clamp(-largest, largest)
             memory["last_mean"] = mean
         return moved
@@ -328,9 +328,10 @@ class UpdateRule:
             dynamics: arguments of the transition's `scalars`.
             gradient_scale: factor of the gradient before it is squared; None for 1.
         """
-        n = self.move.scalars(group, step, step_scale)
+        n = {} if self.curvature is None else self.curvature.scalars(step)
+        n |= self.move.scalars(group, step, step_scale)
         if self.curvature is not None:
-            n |= self.curvature.scalars(step) | self.transition.scalars(**dynamics or {})
+            n |= self.transition.scalars(step, **dynamics or {})
             if gradient_scale is not None:
                 n["gradient_scale"] = gradient_scale
         if group["weight_decay"]:
@@ -354,12 +355,13 @@ class UpdateRule:
         weight, gradient = weight.to(dtype), gradient.to(dtype)
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
-        largest = largest_square_root(dtype)  # an average of squares that is infinite once stays infinite
+        largest = LARGEST[dtype]  # an average of squares that is infinite once stays infinite
         gradient = gradient.clamp(-largest, largest)
         if self.curvature is None:  # without curvature, the precision of every weight is 1
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
-            seen = Evidence(gradient, **{name: values.to(dtype) for name, values in evidence.items()})
+            beside = {name: values.to(dtype) for name, values in evidence.items()} if evidence else {}
+            seen = Evidence(gradient, **beside)
             increment = self.curvature.read(seen, memory, n)
             if "prior" in n:  # a Gaussian prior: its precision in the same units, and its gradient
                 strength = n["prior"] * memory[PRIOR_PRECISION] if PRIOR_PRECISION in memory else n["prior"]
@@ -399,7 +401,7 @@ class Update:
         evidence = dict(zip(self.evidence, more))
         memory = dict(zip(self.slots, more[len(self.evidence) :]))
         weight = self.rule(n, weight, gradient, evidence, memory)
-        return (weight, *(memory[slot] for slot in self.slots))
+        return (weight, *map(memory.__getitem__, self.slots))
 
 
 kernel_of = cache(Update)  # one object for each rule, so that nothing is computed twice

@@ -58,6 +58,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     """
 
     rule = UpdateRule(None, Static(), LangevinStep())
+    observes = True
 
     def __init__(
         self, metric: Metric, move: LangevinStep, scaled_temperature: Callable[[Mapping[str, Any]], float]

@@ -49,6 +49,9 @@ class Diverged(RuntimeError, FloatingPointError):
         return Diverged, (*self.args, self.step, self.temperature, self.loss)
 
 
+RECORDS = ("last_loss", "curvature", "loss_scale")  # in groups: the last loss, and what `StepCheck` has measured
+
+
 class Sampler(BeliefOptimizer):
     """An optimizer whose weights sample from a posterior instead of converging.
 
@@ -63,6 +66,7 @@ class Sampler(BeliefOptimizer):
     move: ClassVar[LangevinStep]
     rule = UpdateRule(None, Static(), LangevinStep())
     kept = (*BeliefOptimizer.kept, "metric")
+    records = (*BeliefOptimizer.records, *RECORDS)
     common = ("metric", "correction", "num_data", "temperature", "batch_size", "damping")
     of_all_groups = (
         *BeliefOptimizer.of_all_groups,
@@ -90,7 +94,7 @@ class Sampler(BeliefOptimizer):
         name, self.metric = metric_by_name(metric)
         super().__init__(
             params,
-            {**OTHER, **defaults, "metric": name, "last_loss": None, "curvature": None, "loss_scale": None},
+            {**OTHER, **defaults, "metric": name, **dict.fromkeys(RECORDS)},
             model,
         )
         size = sum(p.numel() for group in self.param_groups for p in group["params"])

@@ -13,9 +13,10 @@ from bayesgrad import noise
 from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import adds_to_gradient
-from bayesgrad.layers.recorder import Through, check_visible, graph_nodes, without_hooks
-from bayesgrad.parts import Evidence, Groups, Needs, Source, gradient_versions, weak
+from bayesgrad.layers.call import Through, adds_to_gradient, without_hooks
+from bayesgrad.layers.recorder import check_visible, graph_nodes
+from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
+from bayesgrad.passes import gradient_versions
 from bayesgrad.shards import any_process, count_of, gathered, has_gradient, part_of, unreduced
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
@@ -61,6 +62,7 @@ class HessianDiagonal(Source):
     """
 
     needs = Needs(loss=True)
+    observes = True
     whole = "second derivatives"
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
@@ -78,7 +80,7 @@ class HessianDiagonal(Source):
         self.waiting = [] if stale else [seen for seen in self.waiting if seen.factor is None]
         for seen in self.waiting:
             seen.zeroed = True
-        self.gradients = gradient_versions(self.optimizer)
+        self.gradients = gradient_versions(self.optimizer.param_groups)
 
     @property
     def diagonals(self) -> dict[Tensor, Tensor]:
@@ -136,7 +138,7 @@ class HessianDiagonal(Source):
         drawing = next((source for source in optimizer.sources if source.needs.draws), None)
         if drawing is not None and not drawing.drawing:
             raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
-        now = gradient_versions(self.optimizer)
+        now = gradient_versions(self.optimizer.param_groups)
         if now != self.gradients or any(seen.factor is not None for seen in self.waiting):
             self._counted(several=any(has_gradient(p) for _, p, _ in wanted))
             self.totals, self.waiting = self.diagonals, []

@@ -13,10 +13,11 @@ from bayesgrad import layers, likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import COMPILED, LayerCall
+from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.statistics import SPLIT
-from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
+from bayesgrad.parts import Evidence, Groups, Host, Needs, Source
 from bayesgrad.shards import gradient_of, has_nonzero_gradient, part_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -45,14 +46,15 @@ class PerExampleSquares(Source):
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.fisher = optimizer.param_groups[0]["fisher"]
-        self.needs = Needs(outputs=self.fisher != "empirical")
+        self.observes = self.fisher != "empirical"
+        self.needs = Needs(outputs=self.observes)
         self.recorded = RecordedLayers(
             self.optimizer,
             "the squares of their mean gradients, times the batch size",
             (layers.is_matrix, layers.normalises),
             by_layer=False,
-            receive=weak(self.receive) if self.fisher == "empirical" else None,
-            returned=weak(self.returned) if self.fisher == "empirical" else None,
+            receiver=self if self.fisher == "empirical" else None,
+            returned=True,
         )
         self.norms = [module for module in self.recorded.model.modules() if isinstance(module, layers.NORMS)]
         self.layouts = self.row_layouts()
@@ -88,16 +90,15 @@ class PerExampleSquares(Source):
         if len(self.shapes) > len(recorder.passes):
             del self.shapes[next(iter(self.shapes))]
 
-    def _with_layout(self, call: LayerCall) -> LayerCall:
-        forward = self.recorded.forward_pass(call)
+    def _with_layout(self, call: LayerCall, forward: ForwardPass | None) -> LayerCall:
         if forward is None:
             return call
         group = forward.group(self.optimizer.param_groups[0]["losses_per_example"])
         return self.layouts.of(call, self.shapes.get(call.forward_id, (forward.outputs,)), group)
 
     def receive(self, call: LayerCall, restarted: bool) -> None:
-        key = self.siblings[call.module]
-        call = self._with_layout(call)
+        key, forward = self.siblings[call.module], self.recorded.forward_pass(call)
+        call = self._with_layout(call, forward)
         before = self.pending.get(key)
         if restarted:
             self.pending.pop(key, None)
@@ -113,12 +114,12 @@ class PerExampleSquares(Source):
         if (key, call.pass_id) in self.squared:
             self.lost = call.name
         self.pending.setdefault(key, []).append(call.kept())
-        self.losses[call.pass_id] = call.backward_id, self._count(call)
+        self.losses[call.pass_id] = call.backward_id, self._count(call, forward)
 
-    def _count(self, call: LayerCall) -> Any:
+    def _count(self, call: LayerCall, forward: ForwardPass | None) -> Any:
         """The number of losses of the pass of a call."""
         per_example = self.optimizer.param_groups[0]["losses_per_example"]
-        count = self.recorded.losses(call, self.recorded.forward_pass(call), per_example)
+        count = self.recorded.losses(call, forward, per_example)
         count = layers.examples_in(call.module, call.input) if count is None else count
         share = self.shares.get(min(call.forward_id, COMPILED))
         return count if share is None else count * share
@@ -126,7 +127,7 @@ class PerExampleSquares(Source):
     def _square(self, calls: Sequence[LayerCall]) -> None:
         """Adds the squares of one pass."""
         self.mixed |= layers.mixed_parameters(calls)
-        count = self._count(calls[0])
+        count = self._count(calls[0], self.recorded.forward_pass(calls[0]))
         for p, columns in layers.gradients_of_calls(calls).items():
             squares = columns.squares()
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
@@ -223,10 +224,13 @@ class PerExampleSquares(Source):
         if self.lost is not None:
             raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
-        odd = {p for p in self.sums if p in marks.unexplained or marks.accumulated_twice(p) or id(p) in self.mixed}
+        known = marks.unexplained
+        twice = {p for p in marks.twice if marks.accumulated_twice(p)}
+        odd = {p for p in self.sums if p in known or p in twice or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
-        common = marks.factor() if alone and marks.untouched(p for p in params if p in self.sums) else None
-        found = {p: part_of(self.sums[p], p) for p in params if p in self.sums and p not in odd}
+        common = marks.factor() if alone and marks.untouched([p for p in params if p in self.sums]) else None
+        found = {p: self.sums[p] for p in params if p in self.sums and p not in odd}
+        found = {p: part_of(one, p) for p, one in found.items()} if self.sharded else found
         factors = marks.factors([[p] for p in found]) if common is None else [common] * len(found)
         for (p, squares), factor in zip(found.items(), factors):
             square = 1.0 if factor is None else factor.to(squares).square()
@@ -235,7 +239,8 @@ class PerExampleSquares(Source):
 
     def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:
         """The squares of mean gradients, times the number of losses, for parameters without others."""
-        rest = [p for p in params if p not in found]
+        if not (rest := [p for p in params if p not in found]):
+            return found
         self.recorded.warn_fallback({p for p in rest if p not in self.optimizer.warned and has_nonzero_gradient(p)})
         return found | {p: gradient_of(p).to(compute_dtype(p.dtype)).square() * count for p in rest}
 

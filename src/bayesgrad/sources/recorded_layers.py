@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
-from bayesgrad.layers.call import LayerCall, Pair
+from bayesgrad.layers.call import COMPILED, LayerCall, Pair
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.recorder import LayerRecorder
-from bayesgrad.parts import Host, weak
+from bayesgrad.parts import Host
 from bayesgrad.shards import has_nonzero_gradient, is_shard, owner
 
 
@@ -27,15 +28,15 @@ class RecordedLayers:
         fallback: by what parameters outside of known layers are trained, for a warning; None for no warning.
         recorded: predicates of the layers to record.
         by_layer: whether only layers that multiply by a matrix are known; else all that are recorded.
-        receive: called with each call of a layer in a backward pass, and with whether what it received before for the
-            layer's parameters belongs to gradients that were discarded. It may return gradients, as in `LayerRecorder`.
+        receiver: a part, whose `receive` is called in backward passes; it does not have to keep itself alive.
         record_arguments: whether to keep the arguments of the model's last call.
-        returned: called with the outputs of forward passes, as in `LayerRecorder`.
+        returned: whether to call the receiver's `returned` after forward passes, as in `LayerRecorder`.
         only: whether a layer is used.
 
     Attributes:
         layers: those that multiply by a matrix.
-        marks: what happens to the gradients of the parameters, if `receive` is given.
+        marks: what happens to the gradients of the parameters, if there is a receiver.
+        sharded: whether each process has a part of parameters.
     """
 
     def __init__(
@@ -45,17 +46,22 @@ class RecordedLayers:
         recorded: tuple[Callable[[nn.Module], bool], ...] = (layers.is_matrix,),
         *,
         by_layer: bool = True,
-        receive: Callable[[LayerCall, bool], Pair | None] | None = None,
+        receiver: Any = None,
         record_arguments: bool = False,
-        returned: Callable[[list[Tensor], Any], None] | None = None,
+        returned: bool = False,
         only: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         assert optimizer.model is not None
         self.optimizer, self.model, self.fallback = optimizer, optimizer.model, fallback
-        self.by_layer, self.only, self.receive = by_layer, only, receive
+        self.by_layer, self.only = by_layer, only
+        # A recorder keeps neither this object nor the receiver alive.
+        self.receiver = part = None if receiver is None else weakref.proxy(receiver)
+        own: RecordedLayers = weakref.proxy(self)
+        self.sharded = any(is_shard(p) for group in optimizer.param_groups for p in group["params"])
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
+        self.has_classes: dict[Any, bool] = {None: True}  # by likelihood
         self.layers: list[Layer] = []
         mine = self._mine()
         self.slots = [
@@ -73,11 +79,11 @@ class RecordedLayers:
                 if any(is_known(module) for is_known in recorded)
                 and any(id(p) in mine for p in layers.own_parameters(module).values())
             },
-            None if receive is None else weak(self._received),
+            None if part is None else lambda call: own._received(call),
             self.marks,
             record_arguments=record_arguments,
-            began=weak(self.update_trainable) if by_layer else None,
-            returned=returned,
+            began=(lambda: own.update_trainable()) if by_layer else None,
+            returned=(lambda outputs, arguments: part.returned(outputs, arguments)) if part and returned else None,
         )
         self._warn_unmodelled()
 
@@ -86,16 +92,17 @@ class RecordedLayers:
         self.marks.close()
 
     def _received(self, call: LayerCall) -> Pair | None:
-        own = [owner(p) for p in call.module._parameters.values() if p is not None and p.requires_grad]
+        own = [p for p in call.module._parameters.values() if p is not None and p.requires_grad]
+        own = list(map(owner, own)) if self.sharded else own
         if not own:  # frozen since the forward pass: autograd adds nothing to their gradients
             return None
         restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
         self.backward_ids[id(own[0])] = call.backward_id
-        assert self.receive is not None
-        return self.receive(call, restarted)
+        return self.receiver.receive(call, restarted)  # pyright: ignore[reportOptionalMemberAccess]
 
     def layer_of(self, module: nn.Module) -> Layer | None:
-        return self._by_weight.get(id(owner(module._parameters.get("weight"))))
+        weight = module._parameters.get("weight")
+        return self.by_weight.get(id(owner(weight) if self.sharded else weight))
 
     def covers(self, p: Tensor) -> bool:
         """Whether a parameter belongs to a layer that multiplies by a matrix, or did so until it was frozen."""
@@ -108,11 +115,12 @@ class RecordedLayers:
 
         Outputs of a likelihood without positions have one loss for each example.
         """
-        found = self.recorder.forward_pass(call.forward_id)
-        likelihood = self.optimizer.param_groups[0].get("likelihood")
-        if found is None or likelihood is None or likelihoods.named(likelihood).has_classes:
-            return found
-        return found._replace(class_dim=None)
+        known = call.forward_id < COMPILED
+        found = self.recorder.passes.get(call.forward_id) if known else self.recorder.forward_pass(call.forward_id)
+        likelihood: Any = self.optimizer.param_groups[0].get("likelihood")
+        if likelihood not in self.has_classes:
+            self.has_classes[likelihood] = likelihoods.named(likelihood).has_classes
+        return found if found is None or self.has_classes[likelihood] else found._replace(class_dim=None)
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, per_example: float | None) -> float | None:
         """The losses of a pass, by the option `losses_per_example`; None for one in each row of the layer's input."""
@@ -158,8 +166,8 @@ class RecordedLayers:
         self.flags = flags
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.layers = self._find_layers({id(p) for p, trained in zip(params, flags) if trained})
-        self._by_weight = {id(owner(layer.module._parameters.get("weight"))): layer for layer in self.layers}
-        self.marks = GradientMarks(params if self.receive is not None else ())
+        self.by_weight = {id(owner(layer.module._parameters.get("weight"))): layer for layer in self.layers}
+        self.marks = GradientMarks(params if self.receiver is not None else ())
 
     def _find_layers(self, trained: set[int]) -> list[Layer]:
         """Layers that multiply by a matrix; a weight that modules of different types share is excluded.

@@ -11,8 +11,9 @@ from torch import Tensor
 from bayesgrad import likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import Through, without_hooks
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.layers.recorder import Through, check_graph, check_outputs, check_visible, explained, without_hooks
+from bayesgrad.layers.recorder import check_graph, check_outputs, check_visible, explained
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 from bayesgrad.shards import any_process, gathered, part_of, unreduced
 
@@ -27,6 +28,7 @@ class SampledLabels(Source):
     """
 
     needs = Needs(outputs=True)
+    observes = True
     whole = "gradients for sampled labels"
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import kernels, noise
-from bayesgrad.layers.recorder import Through
+from bayesgrad.layers.call import Through
 from bayesgrad.parts import Noise, weak
 from bayesgrad.posterior.units import Units, units_of
 from bayesgrad.shards import gathered, local, part_of

@@ -6,7 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from bayesgrad import distributed, kernels, noise, process_limits, shards
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.packing import SampledBlock
-from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
+from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source
 from bayesgrad.shards import gradient_of
 
 Mark = tuple[Tensor, int] | None
@@ -108,11 +110,13 @@ class Draws(Source):
             self.active, self.key = True, key if training else None
             with torch.no_grad():
                 self.perturb(key, noise, training)
-            self.optimizer.weights_changed()
-            versions = [(p, shards.version(p)) for p in self.perturbed()]
+            if self.sharded:
+                self.optimizer.weights_changed()
+            version_of = shards.version if self.sharded else attrgetter("_version")
+            versions = [(p, version_of(p)) for p in self.perturbed()]
             yield
             for p, version in versions:
-                if shards.version(p) != version:
+                if version_of(p) != version:
                     raise RuntimeError(
                         f"{self.optimizer.name_of(p)} was changed inside sampled(), which restores the mean at its "
                         "end: change weights outside of it."
@@ -121,7 +125,8 @@ class Draws(Source):
         finally:
             with torch.no_grad():
                 self.restore(finished)
-            self.optimizer.weights_changed()
+            if self.sharded:
+                self.optimizer.weights_changed()
             self.active, self.key = False, None
             if finished:
                 self.end()
@@ -133,7 +138,10 @@ class Draws(Source):
         self.before = {p: mark(p) for p in every if p.requires_grad}
         zeroed = self.at_zero_grad
         self.old = {p for p, now in self.before.items() if now and not (p in zeroed and same(zeroed[p], now))}
-        foreign = [p for p in self.old - self.sampled if p.numel() and gradient_of(p).layout is torch.strided]
+        self.norms = {}
+        if not (foreign := self.old - self.sampled):
+            return
+        foreign = [p for p in foreign if p.numel() and gradient_of(p).layout is torch.strided]
         whole = [p for p in foreign if not shards.is_shard(p)]
         norms = torch._foreach_norm([gradient_of(p).detach() for p in whole], torch.inf) if whole else []
         self.norms = dict(zip(whole, norms))
@@ -146,8 +154,8 @@ class Draws(Source):
         if not training:
             self.without_grad += 1
             return noise.key(seed, optimizer.draws, self.without_grad)
-        optimizer.draws += 1
-        return noise.key(seed, optimizer.draws, *([0, 0, distributed.process_index()] if self.differ else []))
+        draws = optimizer.draws = optimizer.draws + 1
+        return noise.key(seed, draws, *([0, 0, distributed.process_index()] if self.differ else []))
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         missing = next((p for some in active for p in some if p not in self.sampled), None)
@@ -187,7 +195,10 @@ class Draws(Source):
 
 
 def mark(p: Tensor) -> Mark:
-    return None if p.grad is None else (p.grad, shards.version(p.grad))
+    gradient = p.grad
+    if gradient is None:
+        return None
+    return gradient, gradient._version if type(gradient) is Tensor else shards.version(gradient)
 
 
 def same(a: Mark, b: Mark) -> bool:
@@ -214,7 +225,7 @@ class WeightSampling(Draws):
         scalars: Callable[[Mapping[str, Any]], list[float]],
         block_type: type[SampledBlock] = SampledBlock,
     ) -> None:
-        self.evidence, self.scalars, self.block_type = evidence, weak(scalars), block_type
+        self.evidence, self.scalars, self.block_type = evidence, WeakMethod(scalars), block_type
         self.layout: list[SampledBlock] = []
         self.drawn: list[SampledBlock] = []
         self.earlier: dict[Tensor, Tensor] = {}  # gradients of other draws at the beginning of the context
@@ -234,7 +245,7 @@ class WeightSampling(Draws):
         self.drawn = self._layout()
         # Offsets of an earlier draw are in buffers that this draw overwrites.
         self.offsets = {p: offset.clone() for p, offset in self.offsets.items()}
-        if self.differ and any(shards.is_shard(p) for part in self.drawn for p in part.params):
+        if self.sharded and self.differ and any(shards.is_shard(p) for part in self.drawn for p in part.params):
             raise RuntimeError(
                 f"{self.optimizer.__class__.__name__} draws its part of one vector for each DTensor parameter, and "
                 "independent draws would be others: build it outside of independent_draws()."
@@ -256,7 +267,7 @@ class WeightSampling(Draws):
         state = self.optimizer.state
         for part in self.drawn:
             states = [state[p][self.block_type.state_key] for p in part.params]
-            part.perturb(states, self.scalars(part.group), key, given, elements)
+            part.perturb(states, self.scalars()(part.group), key, given, elements)  # pyright: ignore[reportOptionalCall]
 
     def _add_own(self, p: Tensor, gradient: Tensor) -> None:
         """Called with gradients before DistributedDataParallel averages them."""
@@ -316,7 +327,7 @@ class WeightSampling(Draws):
     def computed(self, params: set[Tensor], kept: set[Tensor]) -> None:
         if params and self.unreduced and self.evidence is not None:
             shards.refuse_unreduced(self.optimizer.__class__.__name__)
-        self.unreduced = not params and any(map(shards.is_shard, self.before))
+        self.unreduced = not params and self.sharded and any(map(shards.is_shard, self.before))
         if params & self.old - kept:  # gradients of earlier draws were replaced
             self.count = 0
         self.count += bool(params)
