@@ -52,4 +52,4 @@ def main(steps: int, chains: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*((1500, 2) if small() else (2500, 4)))
+    main(*((1500, 2) if small() else (2000, 3)))
