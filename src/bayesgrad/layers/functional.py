@@ -148,9 +148,9 @@ def gradients_one_by_one(
     """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter.
 
     Args:
-        params: with these gradients.
-        every: parameter that the passes may use. Those that processes have in parts are gathered once: processes may
-            have other numbers of examples.
+        params: those to differentiate by.
+        every: all that the passes use. Those of which processes have parts are gathered once, since processes may have
+            different numbers of examples.
     """
     if not params:
         return []

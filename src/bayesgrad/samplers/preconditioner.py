@@ -179,7 +179,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         """Means over the losses of all processes, from those of each and the number of its losses."""
         if self.processes == 1:
             return list(means)
-        number = torch.tensor(losses, dtype=torch.float64)
+        number = means[0].new_tensor(losses, dtype=torch.float64)
         total, *found = distributed.average(number, *(mean.detach() * losses for mean in means))
         return [mean / float(total) for mean in found]
 
