@@ -367,7 +367,8 @@ def _output_tensors(output: Any) -> list[Tensor]:
 def has_examples(outputs: Tensor) -> bool:
     """Whether the first dimension can be that of examples: not if a layer returned them for one input."""
     kind, *settings = getattr(outputs.grad_fn, "op", (None,))
-    least = {LINEAR: 1, TRANSPOSED_LINEAR: 1, CONVOLUTION: 1 + len(settings[0]) if kind == CONVOLUTION else 0}
+    positions = len(settings[0]) if kind == CONVOLUTION else 0
+    least: dict[Any, int] = {LINEAR: 1, TRANSPOSED_LINEAR: 1, CONVOLUTION: 1 + positions}
     return outputs.dim() > least.get(kind, 0)
 
 
