@@ -212,8 +212,8 @@ def _band(every: Runs, chosen: Chosen) -> dict[str, Any]:
     text = (
         f"A network of 1-20-20-1 units, trained with AdamW on 100 points outside of {GAP}; new data for each seed. "
         "laplace() takes the trained network as it is; prior and noise are those with the most evidence, so that no "
-        "validation data are needed. The size of the network was chosen after its coverage on such new data was seen: with "
-        "30 units and Kronecker factors it was 99.9 %. The other band is ± 1.96 root mean squared training errors."
+        "validation data are needed. Its size was chosen after the coverage on such new data was seen (30 units: "
+        "99.9 %). The other band is ± 1.96 root mean squared training errors."
     )
     links = {"Posteriors and predictions": "posteriors.md", "on UCI data": "results/uci-regression.md"}
     return _story(
