@@ -27,11 +27,11 @@ print(f"gradient descent ends at {minimum:.3f}, the minimum is log(2)/4 = 0.173"
 print(f"variational Newton: mean {mean:.3f}, deviation {deviation:.3f}, {mean - minimum:.3f} further from the wall")
 
 x = torch.linspace(-0.4, 1.6, 200).double()
-figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
+figure, axis = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
 axis.plot(x, torch.exp(-4 * x) + 2 * x, color="#000000", label="loss")
 density = torch.distributions.Normal(mean, deviation).log_prob(x).exp()
 axis.fill_between(x, density, color="#4477aa", alpha=0.3, lw=0, label="Gaussian")
 axis.axvline(mean, color="#4477aa", label="its mean")
 axis.axvline(minimum, color="#ee6677", ls="--", label="gradient descent")
 axis.set(xlabel="weight", ylabel="loss, density", ylim=(0, 4.5))
-axis.legend(frameon=False, loc="upper center")
+axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
