@@ -271,6 +271,69 @@ def test_new_weights_get_a_metric_before_the_next_update(metric: str, added: boo
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        self.double()
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.trunk(x)))
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker", "fisher"])
+def test_a_head_that_a_batch_does_not_use_keeps_its_metric(metric: str, ema: float) -> None:
+    """The head of the first batch moves by the metric of that batch after another head was observed."""
+    model = TwoHeads()
+    options: dict[str, Any] = {"temperature": 0.0, "limit_step": False, "update_every": 100, "ema": ema}
+    sampler = Langevin(model, lr=0.01, num_data=60, metric=metric, damping=1e-3, **options)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 4, generator=generator).double(), torch.randint(3, (60,), generator=generator)
+
+    def step(model: TwoHeads, sampler: Any, head: int) -> dict[str, torch.Tensor]:
+        sampler.zero_grad()
+        outputs = model(x, head)
+        sampler.observe(outputs)
+        nn.functional.cross_entropy(outputs, y).backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        sampler.step()
+        return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+    step(model, sampler, 0)
+    other = copy.deepcopy(model)
+    alone = Langevin(other, lr=0.01, num_data=60, metric=metric, damping=1e-3, **options)
+    alone.load_state_dict(sampler.state_dict())
+    step(model, sampler, 1)  # the metric has nothing of this head, so it is updated, although no update is due
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), other.parameters()):
+            p.copy_(q)
+    moved, found = step(other, alone, 0), step(model, sampler, 0)
+    if metric != "fisher":  # which has products of trunk and head in the former
+        for name in ("heads.0.weight", "heads.0.bias"):
+            torch.testing.assert_close(found[name], moved[name], rtol=1e-9, atol=1e-12)
+    else:
+        matrix, at = sampler.state[next(model.parameters())]["fisher"], 30
+        mine = alone.state[next(other.parameters())]["fisher"]
+        torch.testing.assert_close(matrix[at : at + 21, at : at + 21], mine[at : at + 21, at : at + 21])
+        assert not matrix[:at, at : at + 21].any()
+    copied = copy.deepcopy(model)
+    again = Langevin(copied, lr=0.01, num_data=60, metric=metric, damping=1e-3, **options)
+    again.load_state_dict(sampler.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(step(model, sampler, 1).values(), step(copied, again, 1).values()))
+
+
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker", "fisher"])
+def test_a_gradient_of_weights_that_were_never_observed_is_refused(metric: str) -> None:
+    model, x = TwoHeads(), torch.ones(5, 4, dtype=torch.float64)
+    sampler = Langevin(model, lr=0.01, num_data=5, metric=metric)
+    sampler.observe(model(x, 0))
+    nn.functional.cross_entropy(model(x, 1), torch.arange(5) % 3).backward()
+    with pytest.raises(RuntimeError, match=r"heads\.1\.weight has a gradient, but no observed outputs depend on it"):
+        sampler.step()
+
+
 @pytest.mark.parametrize("metric", ["kronecker", "diagonal", "fisher", "identity"])
 def test_rounding_does_not_change_the_noise(metric: str) -> None:
     """The order of a batch changes metrics by rounding; eigenvectors of a null space may then be any others."""

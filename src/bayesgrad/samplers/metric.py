@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.composite import owners
@@ -33,97 +32,16 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import Trace
 from bayesgrad.layers.statistics import LayerStatistics
-from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
+from bayesgrad.precision import Blocks, Diagonal, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
 from bayesgrad.samplers.factors import factors
-from bayesgrad.shards import owner, whole
+from bayesgrad.samplers.metric_blocks import UNIT, MetricBlock, ParameterSpace
+from bayesgrad.shards import owner
 
 Statistics = dict[Tensor, dict[str, Tensor]]  # by the parameter whose state they are stored in
 State = Mapping[Any, Mapping[str, Tensor]]
 Mean = Callable[..., list[Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class ParameterSpace:
-    """The parameters of a step.
-
-    Args:
-        params: the parameters with gradients, in flat order.
-        all_params: all parameters of the sampler, in flat order.
-        layers: the Linear, Conv and Embedding layers.
-    """
-
-    params: tuple[Tensor, ...]
-    all_params: tuple[Tensor, ...]
-    layers: tuple[Layer, ...]
-
-    def flat(self) -> Tensor:
-        """The current weights, (n,)."""
-        return MetricBlock(self.params, UNIT).join({p: whole(p.detach()) for p in self.params})
-
-
-@dataclass(frozen=True, eq=False)
-class MetricBlock:
-    """Some parameters and the precision of their concatenation to one vector.
-
-    Args:
-        members: the parameters.
-        precision: of the concatenated vector.
-        layer: of which they are [W b], if the precision is that of a matrix.
-        block: the number of weights in each of several independent blocks.
-    """
-
-    members: tuple[Tensor, ...]
-    precision: Precision
-    layer: Layer | None = None
-    block: int | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        kinds = {compute_dtype(p.dtype) for p in self.members}
-        return torch.float64 if torch.float64 in kinds else torch.float32
-
-    def join(self, values: Mapping[Tensor, Tensor]) -> Tensor:
-        device = self.members[0].device
-        parts = [values[p].to(device, self.dtype) for p in self.members]
-        if self.layer is None:
-            return torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-        return self.layer.join(parts)
-
-    def parted(self, joined: Tensor) -> dict[Tensor, Tensor]:
-        if self.layer is None:
-            pieces = joined.split([p.numel() for p in self.members])
-        else:
-            pieces = self.layer.parted(joined)
-        return {p: piece.reshape(p.shape).to(p.device) for p, piece in zip(self.members, pieces)}
-
-    @property
-    def size(self) -> int:
-        return sum(p.numel() for p in self.members)
-
-    @property
-    def columns(self) -> int:
-        """The number of columns of R."""
-        return self.size if self.block is None else self.block
-
-    def basis(self) -> Tensor:
-        """Vectors z, (columns, size), for which `samples` are the columns of R."""
-        eye = torch.eye(self.columns, dtype=self.dtype, device=self.members[0].device)
-        return eye.repeat(1, self.size // self.columns)
-
-    def samples(self, noise: Tensor) -> tuple[Tensor, ...]:
-        """R times each row of noise (rows, size), as a flat (rows, n) for each member."""
-
-        def one(row: Tensor) -> tuple[Tensor, ...]:
-            pieces = zip(self.members, row.split([p.numel() for p in self.members]))
-            sample = self.precision.sample(self.join({p: piece.view(p.shape) for p, piece in pieces}))
-            return tuple(piece.flatten() for piece in self.parted(sample).values())
-
-        return vmap(one)(noise)
-
-
-UNIT = Scalar(torch.ones(()), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +90,22 @@ class Metric(ABC):
     def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
         """The shapes of the statistics."""
         return {}
+
+    def seen(self, state: State, space: ParameterSpace) -> set[Tensor]:
+        """The parameters of which there are statistics; zeros are those of what no observed outputs depended on."""
+        return {p for p in space.all_params if not self.needs_observe or _used(state.get(p, {}).get("fisher"))}
+
+    def merge(
+        self, entry: dict[str, Tensor], fresh: Mapping[str, Tensor], keep: float, take: float, space: ParameterSpace
+    ) -> None:
+        """Averages the statistics in the state of a parameter with those of a batch, if the batch uses it."""
+        if not all(map(_used, fresh.values())):
+            entry.update({slot: value for slot, value in fresh.items() if slot not in entry})
+            return
+        for slot, value in fresh.items():
+            old = entry.get(slot)
+            begins = not keep or old is None or old.shape != value.shape or not _used(old)
+            entry[slot] = value if begins else keep * old + take * value  # pyright: ignore[reportOperatorIssue]
 
     def form(self, model: nn.Module) -> str:
         """How corrections are computed with all columns of R: "zero", "closed" or "exact"."""
@@ -236,7 +170,11 @@ class KroneckerFactors(Metric):
         for layer in view.layers:
             weight = owner(layer.module._parameters.get("weight"))
             own = [use for uses in passes for use in uses if owner(use.module._parameters.get("weight")) is weight]
-            if not own or layer.lookup:
+            if layer.lookup:
+                continue
+            if not own:
+                if not any(id(p) in view.trace.read_counts for p in layer.members):
+                    found |= self.zeros(layer)
                 continue
             statistics = LayerStatistics.of(layer, own, len(view.trace.outputs))
             means = {side: moment.mean() for side, moment in statistics.moments().items()}
@@ -245,10 +183,26 @@ class KroneckerFactors(Metric):
         rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.layouts)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
 
+    def seen(self, state: State, space: ParameterSpace) -> set[Tensor]:
+        known = super().seen(state, space)
+        for layer in space.layers:
+            moments = {slot: state.get(layer.owner, {}).get(slot) for slot in self.sizes(layer)}
+            if all(_used(moments[slot], shape) for slot, shape in self.sizes(layer).items()):
+                known |= set(layer.members)
+        return known
+
+    @staticmethod
+    def sizes(layer: Layer) -> dict[str, tuple[int, ...]]:
+        return {f"{side}_moment": (layer.shape[0], n, n) for side, n in layer.sizes.items()}
+
+    def zeros(self, layer: Layer) -> Statistics:
+        """The statistics of a layer that a batch does not use."""
+        like: dict[str, Any] = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
+        return {layer.owner: {slot: torch.zeros(shape, **like) for slot, shape in self.sizes(layer).items()}}
+
     def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
         layers = [layer for layer in space.layers if not layer.lookup]
-        sizes = {layer: {side: (layer.shape[0], n, n) for side, n in layer.sizes.items()} for layer in layers}
-        found = {one.owner: {f"{side}_moment": shape for side, shape in sizes[one].items()} for one in layers}
+        found: dict[Tensor, dict[str, tuple[int, ...]]] = {layer.owner: self.sizes(layer) for layer in layers}
         members = {p for layer in layers for p in layer.members}
         return found | {p: {"fisher": tuple(p.shape)} for p in space.all_params if p not in members}
 
@@ -328,6 +282,34 @@ class DenseFisher(Metric):
         size = sum(p.numel() for p in space.all_params)
         return {space.all_params[0]: {"fisher": (size, size)}}
 
+    def seen(self, state: State, space: ParameterSpace) -> set[Tensor]:
+        matrix = state.get(space.all_params[0], {}).get("fisher")
+        if matrix is None or len(matrix) != sum(p.numel() for p in space.all_params):
+            return set()
+        return {p for p, used in zip(space.all_params, self._used(matrix, space)) if used}
+
+    @staticmethod
+    def _used(matrix: Tensor, space: ParameterSpace) -> list[bool]:
+        """Of each parameter, whether the diagonal is not zero."""
+        parts = matrix.diagonal().split([p.numel() for p in space.all_params])
+        return torch.stack([part.any() for part in parts]).tolist()
+
+    def merge(
+        self, entry: dict[str, Tensor], fresh: Mapping[str, Tensor], keep: float, take: float, space: ParameterSpace
+    ) -> None:
+        """As of other metrics; what a batch does not use keeps its block, and loses its products with the rest."""
+        new, old = fresh["fisher"], entry.get("fisher")
+        if old is None or old.shape != new.shape:
+            entry["fisher"] = new
+            return
+        used, known = self._used(new, space), self._used(old, space)
+        begins = not keep or any(now and not before for now, before in zip(used, known))
+        mixed = new if begins else keep * old + take * new
+        sizes = torch.tensor([p.numel() for p in space.all_params])
+        mine = torch.tensor(used).repeat_interleave(sizes).to(new.device)
+        kept = torch.where(mine[:, None] | mine, torch.zeros_like(old), old)
+        entry["fisher"] = mixed if all(used) else torch.where(mine[:, None] & mine, mixed, kept)
+
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         matrix = state[space.all_params[0]]["fisher"]
         if len(space.params) < len(space.all_params):
@@ -397,12 +379,9 @@ def metric_by_name(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metri
     return metric, METRICS[metric]
 
 
-def solve_blocks(parts: Sequence[MetricBlock], vectors: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """G^-1 v, by parameter."""
-    found: dict[Tensor, Tensor] = {}
-    for part in parts:
-        found |= part.parted(part.precision.solve(part.join(vectors)))
-    return found
+def _used(statistics: Tensor | None, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether statistics are there, in this shape, and not zero."""
+    return statistics is not None and shape in (None, statistics.shape) and bool(statistics.any())
 
 
 def diagonal(square: Tensor, damping: float) -> Diagonal:
@@ -420,30 +399,3 @@ def squares(view: ObservedBatch) -> dict[Tensor, Tensor]:
         for p, columns in found.items():
             total[p] += columns.squares().to(total[p]) / count
     return total
-
-
-def root_columns(
-    parts: Sequence[MetricBlock], params: Sequence[Tensor], signs: Callable[[Tensor], Tensor] | None
-) -> Tensor:
-    """The columns of R as flat vectors (columns, n), or R z for random signs z of each parameter, (rows, *shape)."""
-    pieces: dict[Tensor, list[Tensor]] = {p: [] for p in params}
-    for part in parts:
-        noise = part.basis() if signs is None else torch.cat([_flat_rows(signs(p)) for p in part.members], 1)
-        for p, samples in zip(part.members, part.samples(noise.to(part.dtype))):
-            pieces[p].append(samples)
-    if signs is None and len(parts) > 1:  # the columns of a block are zero in other blocks
-        total, start = sum(part.columns for part in parts), 0
-        for part in parts:
-            for p in part.members:
-                (own,) = pieces[p]
-                padded = own.new_zeros(total, own.shape[1])
-                padded[start : start + len(own)] = own
-                pieces[p] = [padded]
-            start += part.columns
-    flat = [pieces[p][0] for p in params]
-    return torch.cat([rows.to(flat[0].device, MetricBlock(tuple(params), UNIT).dtype) for rows in flat], 1)
-
-
-def _flat_rows(values: Tensor) -> Tensor:
-    """(rows, *shape) -> (rows, n), with n = 1 for the values of a scalar parameter."""
-    return values.reshape(len(values), values[0].numel())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,16 +25,8 @@ from bayesgrad.rules.transition import Static, average
 from bayesgrad.rules.update import UpdateRule
 from bayesgrad.samplers.correction import Batch
 from bayesgrad.samplers.curvature import StepCheck, is_due, largest_eigenvalue, loss_scale, stable_lr
-from bayesgrad.samplers.metric import (
-    Metric,
-    MetricBlock,
-    ObservedBatch,
-    ParameterSpace,
-    State,
-    Statistics,
-    root_columns,
-    solve_blocks,
-)
+from bayesgrad.samplers.metric import Metric, ObservedBatch, State, Statistics
+from bayesgrad.samplers.metric_blocks import MetricBlock, ParameterSpace, root_columns, solve_blocks
 from bayesgrad.samplers.move import LangevinStep
 from bayesgrad.shards import gradient_of
 from bayesgrad.sources.hessian_diagonal import gradients_of, hessian_products
@@ -48,8 +40,9 @@ DAMPING = 0.1  # of a Fisher, if none is given
 class MetricPreconditioner(NetworkPreconditioner):
     """Turns gradients into steps of a Langevin equation, with noise and corrections.
 
-    `observe(outputs)` updates the metric from a batch at the next step, if an update is due or weights are new: of all
-    data, of an independent batch, or of the batch of the gradients. The identity and callable metrics need no call.
+    `observe(outputs)` updates the metric from a batch at the next step, if an update is due or the metric has nothing
+    of some weights: of all data, of an independent batch, or of the batch of the gradients. Weights that a batch does
+    not use (another head) keep their metric. The identity and callable metrics need no call.
 
     Args:
         metric: the matrix G.
@@ -65,9 +58,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     ) -> None:
         self.metric, self.move, self.scaled_temperature = metric, move, weak(scaled_temperature)
         self.check = StepCheck()
-        self.trained: set[Tensor] | None = (
-            None  # those that the metric has, if it was updated since the state was loaded
-        )
+        self.unseen: set[Tensor] | None = None  # that the metric has nothing of; None until the state is read
         self.needs = Needs(outputs=metric.needs_observe)
 
     def bind(self, optimizer: Host) -> None:
@@ -79,6 +70,7 @@ class MetricPreconditioner(NetworkPreconditioner):
                 "(fully_shard): use DistributedDataParallel, or correction=None."
             )
         self.parts: tuple[Any, list[MetricBlock]] | None = None
+        self.unseen = None
         self.check.reset()
         self.layouts = self.row_layouts()
 
@@ -97,8 +89,7 @@ class MetricPreconditioner(NetworkPreconditioner):
             self.optimizer.state[p] |= {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
 
     def _shapes(self) -> dict[Tensor, dict[str, tuple[int, ...]]]:
-        space = ParameterSpace(tuple(self.params), tuple(self.params), tuple(self.recorded.layers))
-        return self.metric.shapes(space)
+        return self.metric.shapes(self._space(self.params))
 
     def has_own_shape(self, name: str) -> bool:
         return any(name in shapes for shapes in self._shapes().values())  # all processes have the whole metric
@@ -119,7 +110,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     def _read(self, outputs: Any, labels: Any, weights: Any) -> Statistics | None:
         """The statistics of a batch, which are kept for the next step; None if none are needed."""
         group = self.optimizer.param_groups[0]
-        if not self.metric.needs_observe or not (self.due(group["update_every"]) or self._new()):
+        if not self.metric.needs_observe or not (self.due(group["update_every"]) or self._reads_new(outputs)):
             return None
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
@@ -140,9 +131,22 @@ class MetricPreconditioner(NetworkPreconditioner):
         self.observed.append((read, losses, [] if batch is None else [batch]))
         return read
 
-    def _new(self) -> bool:
-        """Whether parameters are trained that the metric does not have: thawed or added since its last update."""
-        return self.trained is not None and any(p.requires_grad and p not in self.trained for p in self.params)
+    def _without_statistics(self) -> set[Tensor]:
+        """The parameters that no observed outputs depended on so far: thawed, added, or of a head that was not used."""
+        if self.unseen is None:
+            self.unseen = set(self.params) - self.metric.seen(self.optimizer.state, self._space(self.params))
+        return self.unseen
+
+    def _space(self, params: Sequence[Tensor]) -> ParameterSpace:
+        return ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
+
+    def _reads_new(self, outputs: Any) -> bool:
+        """Whether outputs depend on trained parameters that the metric has nothing of."""
+        new = {id(p) for p in self._without_statistics() if p.requires_grad}
+        if not new:
+            return False
+        check_outputs(outputs)
+        return bool(new & self.recorded.recorder.trace(outputs).read_counts.keys())
 
     def _losses(self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None) -> float:
         """The number of losses of the observed outputs whose mean is the loss."""
@@ -159,7 +163,7 @@ class MetricPreconditioner(NetworkPreconditioner):
                 scale = loss_scale(loss, outputs, kind, losses, each, self.processes > 1)
         if self._shortens():
             params = [p for p in self.params if p.requires_grad]
-            space = ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
+            space = self._space(params)
             used = list(shards.gathered(params).values())
             with self.check.unmeasured("steps are not shortened"):
                 with torch.enable_grad():
@@ -239,16 +243,12 @@ class MetricPreconditioner(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         total = sum(count for _, count, _ in observed)
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
-        renewed = self.metric.joint and self._new()  # else zeros would be averaged with the Fisher of what is new
-        self.trained = {p for p in self.params if p.requires_grad}
-        for p in observed[0][0]:
-            entry = self.optimizer.state[p]
-            for slot in observed[0][0][p]:
-                fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
-                old = entry.get(slot)
-                begins = old is None or not keep or renewed or old.shape != fresh.shape  # pyright: ignore
-                entry[slot] = fresh if begins else keep * old + take * fresh  # pyright: ignore
-        self.parts = None
+        fresh: Statistics = {}
+        for p, slot, value in _sums(observed):
+            fresh.setdefault(p, {})[slot] = value / total
+        for p, entry in fresh.items():
+            self.metric.merge(self.optimizer.state[p], entry, keep, take, self._space(self.params))
+        self.parts = self.unseen = None
         return [batch for *_, batches in observed for batch in batches]
 
     def share(self, exchange: Exchange) -> None:
@@ -258,10 +258,8 @@ class MetricPreconditioner(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         read: Statistics = {}
         losses = sum(count for _, count, _ in observed)
-        for p, slots in observed[0][0].items() if observed else ():
-            for slot in slots:
-                total = torch.stack([one[p][slot] * count for one, count, _ in observed]).sum(0)
-                exchange.add(Sum(total, losses), partial(self._receive, read.setdefault(p, {}), slot))
+        for p, slot, total in _sums(observed):
+            exchange.add(Sum(total, losses), partial(self._receive, read.setdefault(p, {}), slot))
         if observed:
             self.observed = [(read, 1.0, [batch for *_, batches in observed for batch in batches])]
 
@@ -287,14 +285,14 @@ class MetricPreconditioner(NetworkPreconditioner):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         if not owners:
             return {}
-        order = self.params
-        space = ParameterSpace(tuple(p for p in order if p in owners), tuple(order), tuple(self.recorded.layers))
+        space = self._space([p for p in self.params if p in owners])
         self._settle_check()
         fresh = self._merge()
         if self.metric.needs_observe and self.clock() is None:
             raise self.recorded.missing_observation(
                 "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
             )
+        self._refuse_unobserved(space)
         damping = self._damping()
         parts = self._precisions(space, damping)
         corrections = self._corrections(space, parts, fresh)
@@ -330,6 +328,16 @@ class MetricPreconditioner(NetworkPreconditioner):
         if secants:
             self.check.add_secants(secants, self.optimizer.param_groups[0])
         return found
+
+    def _refuse_unobserved(self, space: ParameterSpace) -> None:
+        """A gradient without a metric would be divided by the damping alone."""
+        for p in space.params if self.metric.needs_observe else ():
+            if p in self._without_statistics() and bool(shards.whole(shards.placed(gradient_of(p), p)).any()):
+                name = next(name for name, one in self.recorded.model.named_parameters() if one is p)
+                raise RuntimeError(
+                    f"{name} has a gradient, but no observed outputs depend on it: call observe(outputs) on outputs "
+                    "that do, or leave it out of params."
+                )
 
     def _settle_check(self) -> None:
         group = self.optimizer.param_groups[0]
@@ -411,6 +419,13 @@ class MetricPreconditioner(NetworkPreconditioner):
             return torch.stack([(1 - 2 * (h & 1)).view(p.shape) for h in hashed])
 
         return signs
+
+
+def _sums(observed: Sequence[tuple[Statistics, float, Any]]) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """The sums of statistics over losses; those that a batch does not have are zero."""
+    for p, slot in dict.fromkeys((p, slot) for read, *_ in observed for p, slots in read.items() for slot in slots):
+        own = [read[p][slot] * count for read, count, _ in observed if slot in read.get(p, ())]
+        yield p, slot, torch.stack(own).sum(0)
 
 
 def _normal(p: Tensor, start: int, key: noise.Key) -> Tensor:
