@@ -143,6 +143,7 @@ class Categorical(Likelihood):
     has_classes = True
 
     def link(self, outputs: Tensor) -> Tensor:
+        _check_classes(outputs)
         return outputs.softmax(-1)
 
     def losses(self, outputs: Tensor) -> int:

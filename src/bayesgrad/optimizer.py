@@ -47,8 +47,9 @@ from bayesgrad.packing import Block, Job, Layout
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
 from bayesgrad.passes import Passes, warned_of_interrupts
 from bayesgrad.posterior import Posterior
-from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
+from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior, with_likelihood
 from bayesgrad.rules.update import UpdateRule, kernel_of
+from bayesgrad.schedule import current_lr
 
 PREPARED = "prepared"  # in the groups of a step: what depends on their options alone
 PLAIN = frozenset({int, float, bool, str, tuple, type(None)})  # types of options that change by assignment alone
@@ -295,7 +296,7 @@ class BeliefOptimizer(CheckedOptimizer):
             part.prepare(closure)
         with self._passes.noticed() if closure is not None or distributed.has_group() else nullcontext():
             loss = evaluate(self, self._parts, closure) if closure is not None else self.share()
-        groups = [{**group, "lr": _current_lr(group)} for group in self.param_groups]
+        groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         options = [  # by name alone, if they are objects whose values may change unnoticed
             {k: v if type(v) in PLAIN or k in self.accepts else None for k, v in group.items() if k not in self.records}
@@ -421,14 +422,20 @@ class BeliefOptimizer(CheckedOptimizer):
 
     # --- posterior ---
 
-    def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
+    def posterior(self, model: nn.Module, scale: float = 1.0, *, likelihood: Any = None) -> Posterior:
         """A copy of the belief about the model's weights, as a `Posterior`.
 
         Args:
-            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen parameters
-                that were never updated, are constants.
-            scale: multiplies every variance. Choose it by held-out likelihood; docs/choosing.md says why.
+            model: whose parameters the optimizer has. Other and frozen parameters without updates are constants.
+            scale: multiplies variances. Choose it by held-out likelihood; docs/choosing.md says why. BayesBiNN divides
+                lambda by it; SpikeSlab takes 1 alone.
+            likelihood: of `predict`, such as `likelihoods.Gaussian(noise_scale)` for a regression; None for the
+                optimizer's own option if it has one, else `"categorical"`.
         """
+        return with_likelihood(self.build_posterior(model, scale), likelihood, self.param_groups[0])
+
+    def build_posterior(self, model: nn.Module, scale: float) -> Posterior:
+        """The posterior of `posterior`, with any likelihood."""
         return gaussian_posterior(self, model, scale)
 
     def joint_beliefs(self, names: Mapping[int, str], scale: float) -> Iterable[tuple[str, Joint]]:
@@ -438,9 +445,3 @@ class BeliefOptimizer(CheckedOptimizer):
     def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """The variance of each weight after the last step."""
         return filtered_variance(self, group, p)
-
-
-def _current_lr(group: Mapping[str, Any]) -> float:
-    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
-    lr = float(group["lr"])
-    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr

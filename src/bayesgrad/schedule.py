@@ -15,6 +15,12 @@ from typing import Any
 ROUNDING = 1e-6  # of a schedule that returns to its highest rate
 
 
+def current_lr(group: Mapping[str, Any]) -> float:
+    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
+    lr = float(group["lr"])
+    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr
+
+
 def reference_lr(group: Mapping[str, Any]) -> float:
     """The learning rate for which the options of a group were given; zero before the first positive one."""
     return float(group.get("max_lr") or group.get("base_lr") or 0.0)

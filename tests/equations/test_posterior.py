@@ -10,7 +10,7 @@ from torch import nn
 
 from bayesgrad import SubsampledFisher, likelihoods, noise
 from bayesgrad.belief import Belief
-from bayesgrad.optim import AdaBayes
+from bayesgrad.optim import IVON, AdaBayes
 from bayesgrad.posterior import GaussianPosterior, SampledPosterior
 from bayesgrad.precision import Diagonal
 
@@ -268,13 +268,38 @@ def test_half_precision_models_are_averaged_in_single_precision() -> None:
 
 def test_draws_are_made_on_the_cpu_whatever_the_default_device() -> None:
     _, posterior, x = linear()
-    expected, predicted = posterior.sample(2, seed=1)["weight"], posterior.predict(x, 2)
+    expected, predicted = posterior.sample(2, seed=1)["weight"], posterior.predict(x, 2, likelihood="bernoulli")
     bag = SampledPosterior([posterior.mean, posterior.mean], posterior.model)
     torch.set_default_device("meta")
     try:
         assert torch.equal(posterior.sample(2, seed=1)["weight"], expected)
-        assert torch.equal(posterior.predict(x, 2), predicted)
+        assert torch.equal(posterior.predict(x, 2, likelihood="bernoulli"), predicted)
         assert bag.sample(1)["weight"].device.type == "cpu"
-        assert bag.predict(x).device.type == "cpu"
+        assert bag.predict(x, likelihood="bernoulli").device.type == "cpu"
     finally:
         torch.set_default_device(None)
+
+
+def test_the_posterior_of_an_optimizer_has_a_likelihood() -> None:
+    """That of the call, of the optimizer's option, or classes, of which there are at least two; files keep it."""
+    model = nn.Linear(2, 1).double()
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 1, dtype=torch.float64)
+    optimizer = IVON(model.parameters(), lr=0.1, num_data=5)
+    with optimizer.sampled():
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+    optimizer.step()
+    for call in ("predict", "ood_score", "interval"):
+        with pytest.raises(ValueError, match="at least two classes"):
+            getattr(optimizer.posterior(model), call)(x)
+    posterior = optimizer.posterior(model, likelihood=likelihoods.Gaussian(0.1))
+    lower, upper = posterior.interval(x, method="linear")
+    variance = optimizer.posterior(model).functional_variance(x)
+    half = 1.6448536269514722 * (variance.view(5, 1) + 0.01).sqrt()
+    torch.testing.assert_close(upper - lower, 2 * half, rtol=1e-9, atol=0)
+    restored = type(posterior).from_state_dict(posterior.state_dict(), model)
+    assert all(map(torch.equal, restored.interval(x, method="linear"), (lower, upper)))
+    own = AdaBayes(model.parameters(), batch_size=5, fisher="sampled", likelihood="gaussian", lr=0.1)
+    assert own.posterior(model).likelihood == likelihoods.Gaussian()
+    with pytest.raises(ValueError, match="likelihood must be one of"):
+        optimizer.posterior(model, likelihood="normal")

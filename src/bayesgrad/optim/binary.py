@@ -334,14 +334,8 @@ class BayesBiNN(BinaryOptimizer):
         found = BernoulliPosterior({str(k): natural for k, natural in enumerate(naturals.values())})
         return spread(found.mean, found.variance())
 
-    def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:
-        """A copy of the belief about the model's weights; its samples are -1 or 1.
-
-        Args:
-            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen parameters
-                that were never updated, are constants.
-            scale: divides lambda: a larger scale makes every weight less certain. Choose it by held-out likelihood.
-        """
+    def build_posterior(self, model: nn.Module, scale: float) -> BernoulliPosterior:
+        """A distribution whose samples are -1 or 1; scale divides lambda."""
         check_scale(scale)
         names, latent = names_in(self, model), self.rule.latent
         every = (p for group in self.param_groups for p in group["params"])

@@ -218,13 +218,8 @@ class SpikeSlab(BeliefOptimizer):
         keeps = [self.keep_of(group, p) for group in self.param_groups for p in group["params"] if p.requires_grad]
         return max((1 - keep for keep in keeps if keep is not None), default=0.0)
 
-    def posterior(self, model: nn.Module, scale: float = 1.0) -> DropoutPosterior:
-        """A copy of the belief about the model's weights, as a `DropoutPosterior`.
-
-        Args:
-            model: the model that was optimised. Its other parameters are constants.
-            scale: must be 1: the variance is that of the masks, keep (1 - keep) m^2.
-        """
+    def build_posterior(self, model: nn.Module, scale: float) -> DropoutPosterior:
+        """The variance is that of the masks, keep (1 - keep) m^2, so that scale must be 1."""
         if scale != 1:
             raise ValueError(f"scale must be 1, got {scale!r}: the variance is that of the masks, which has no scale.")
         names = names_in(self, model)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import shards
+from bayesgrad import likelihoods, shards
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import parameters_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.schedule import reference_lr
 
@@ -52,6 +54,13 @@ def gaussian_posterior(optimizer: Any, model: nn.Module, scale: float) -> Gaussi
                 variance = optimizer.variance_of(group, p) * scale
                 beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
         return GaussianPosterior(beliefs, model)
+
+
+def with_likelihood(found: Posterior, likelihood: str | Likelihood | None, group: Mapping[str, Any]) -> Posterior:
+    """The posterior, with a likelihood; with None that of the options of an optimizer."""
+    reading = likelihoods.named(group.get("likelihood", found.likelihood) if likelihood is None else likelihood)
+    found.likelihood, found.noise_scale = reading, reading.noise_scale
+    return found
 
 
 def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:

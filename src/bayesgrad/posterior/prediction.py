@@ -59,8 +59,8 @@ def interval_of(prediction: Any, reading: Likelihood, level: float) -> Interval:
         raise ValueError(f"level must be between 0 and 1, got {level!r}.")
     if not isinstance(prediction, Moments | NoisyMoments):
         raise ValueError(
-            f"interval() is for numbers with Gaussian noise, and the likelihood is {reading.kind!r}: use predict(), or "
-            "conformal.calibrate_sets for sets of classes."
+            f"interval() is for numbers with Gaussian noise, and the likelihood is {reading.kind!r}: for a regression "
+            "pass likelihood=likelihoods.Gaussian(noise_scale), for classes use predict() or conformal.calibrate_sets."
         )
     noise = prediction.noise if isinstance(prediction, NoisyMoments) else reading.noise_scale**2
     z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(prediction.mean)

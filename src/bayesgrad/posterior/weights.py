@@ -164,7 +164,8 @@ class WeightDistribution(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings that define the posterior, with names and shapes of the model's parameters."""
-        parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
+        tensors = {"likelihood": {likelihoods.named(self.likelihood).name: torch.ones(())}, **self._tensors()}
+        parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": tensors}
         return parts if self.model is None else {**parts, "model": architecture(self.model)}
 
     def save(self, path: str | os.PathLike) -> None:
@@ -202,6 +203,7 @@ class WeightDistribution(ABC):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the posterior is incomplete: it lacks {error}; save it again.") from error
         posterior.seed, posterior._draws = state["seed"], state["draws"]
+        posterior.likelihood = next(iter(state["tensors"].get("likelihood", {})), posterior.likelihood)
         if model is not None:
             posterior._parameters(model)
         return posterior
