@@ -147,8 +147,9 @@ def as_finite(X: Any, given: Any) -> Tensor:
     Raises:
         ValueError: it contains NaN or infinity.
     """
-    wrong = ~np.isfinite(X).all(1)
-    if wrong.any():
+    finite = np.isfinite(X)
+    if not finite.all():
+        wrong = ~finite.all(1)
         raise ValueError(f"X contains NaN or infinity in {wrong.sum()} of {len(X)} rows: remove or impute them first.")
     X = np.require(X, requirements="W")  # torch warns about read-only arrays
     return torch.as_tensor(X, device=given.device if isinstance(given, Tensor) else None)
