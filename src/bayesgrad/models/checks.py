@@ -158,6 +158,7 @@ def as_finite(X: Any, given: Any) -> Tensor:
 def near_mean(rows: Tensor) -> Tensor:
     """A point within 1/256 standard deviation of the rows' mean, (P,), with so few bits that subtracting it is exact
     for numbers that are closer to it than to zero."""
-    mean, deviation = rows.mean(0), rows.std(0, correction=0)
+    mean = rows.mean(0)
+    deviation = (rows - mean).square_().mean(0).sqrt()  # which takes a tenth of the time of rows.std(0)
     grid = torch.exp2(deviation.log2().floor() - 8)
     return torch.where(deviation > 0, (mean / grid).round() * grid, rows[0])
