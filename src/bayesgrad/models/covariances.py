@@ -367,10 +367,10 @@ class MixtureFactor(LatentVariableFactor):
         self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
         self.columns, count = covariance.chunks(rows), weights.natural[0].shape[-1]
         self._wide = isinstance(covariance, Full) and len(self.columns) > 1 and self.size > WIDE * count
-        kept = not self._wide and len(rows) * covariance.width(self.size) <= KEPT
-        self._kept = [covariance.features(part, blur) for part in self.columns] if kept else None
         if self._wide:
             self.columns = rows.split(max(256, CHUNK // self.size))
+        small = not self._wide and len(rows) * covariance.width(self.size) <= KEPT
+        self._kept = [covariance.features(part, blur) for part in self.columns] if small else None
 
     def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
@@ -392,15 +392,13 @@ class MixtureFactor(LatentVariableFactor):
         """The same without products of columns, which take too long for many columns and few components."""
         K, P = len(coefficients), self.size
         matrices = coefficients[:, _triangle(P, coefficients.device).unpacked].view(K, P, P) / 2
-        matrices.diagonal(dim1=-2, dim2=-1).mul_(2)
-        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).sum(1, keepdim=True)
+        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).mul_(2).sum(1, keepdim=True)
         first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
-        second, tied = torch.zeros_like(matrices), isinstance(self.covariance, Tied)
+        second, tied = torch.zeros_like(matrices), isinstance(self.covariance, Tied)  # the first one gets their sum
         for rows in self.columns:
-            # One matrix for all components needs the sum of their squares only, which the first one gets.
             forms = [(rows @ matrix).mul_(rows).sum(1) for matrix in (matrices[:1] if tied else matrices)]
-            shares = torch.addmm(constant, coefficients[:, 1 : P + 1], rows.mT).add_(torch.stack(forms))
-            total += _normalise(shares)
+            shares = torch.stack(forms) + constant
+            total += _normalise(shares.addmm_(coefficients[:, 1 : P + 1], rows.mT))
             first[:, 0] += shares.sum(1)
             first[:, 1:].addmm_(shares, rows)
             for own, weights in zip(second, shares.sum(0, keepdim=True) if tied else shares):
@@ -408,8 +406,7 @@ class MixtureFactor(LatentVariableFactor):
         return total, _packed(first, second, self.blur)
 
     def _features(self) -> Iterator[Tensor]:
-        first = self.columns[0]
-        buffer = first.new_empty(self.covariance.width(self.size), first.shape[1])
+        buffer = self.columns[0].new_empty(self.covariance.width(self.size), self.columns[0].shape[1])
         return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
 
 

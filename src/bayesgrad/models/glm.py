@@ -395,9 +395,8 @@ class GLM(Supervised):
             z = part.predict(mean.view(outputs, -1).mT if many else mean)
             if offsets is not None:
                 z = z + offsets[place * size : place * size + len(z)]
-            found.append(
-                function(z, predictor_covariances(part, covariance, outputs) if many else part.quadratic(covariance))
-            )
+            spread = predictor_covariances(part, covariance, outputs) if many else part.quadratic(covariance)
+            found.append(function(z, spread))
         return torch.cat(found)
 
     def predict(self, X: Any, return_std: bool = False, offset: Any = None) -> Any:
