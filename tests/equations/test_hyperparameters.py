@@ -89,6 +89,15 @@ def test_more_than_two_classes_that_are_far_apart() -> None:
     assert all(math.isfinite(float(n)) for kernel in model.kernel_ for n in kernel.hyperparameters().values())
 
 
+def test_probit_on_all_rows_of_breast_cancer() -> None:
+    """Standardised, 569 rows: the search ended with hyperparameters that are NaN."""
+    X, y = datasets.load_breast_cancer(return_X_y=True)
+    model = GaussianProcess(likelihood="probit").fit(X := StandardScaler().fit_transform(X), y)
+    assert all(1e-5 <= float(number) <= 1e5 for number in model.kernel_.hyperparameters().values())
+    assert -65 < model.elbo_ < 0
+    assert model.score(X, y) > 0.98
+
+
 @pytest.mark.parametrize("name", ["friedman1 1.0", "linear 5 10.0", "sine 0.1", "step 0.2", "noise"])
 def test_outliers_at_the_best_hyperparameters(name: str) -> None:
     """Student's t: the bound is finite, and not below the one at the hyperparameters of Gaussian noise."""

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesgrad.families import Categorical, Dirichlet, Parameters, Point
 from bayesgrad.inference import Chunked, Expected, Factor, LatentVariableFactor, Node, Prior, elbo, message, run, step
+from bayesgrad.models import GaussianMixture
 from bayesgrad.models.covariances import COVARIANCES, Covariance, MixtureFactor
 
 K, P, N = 3, 2, 25
@@ -136,18 +138,46 @@ def test_chunks_add_up(kind: str) -> None:
 
 @every
 def test_long_data_are_read_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Piece by piece in one buffer, the last one shorter, as in one."""
+    """Piece by piece, the last one shorter, as in one; in one buffer, or with features that are kept."""
     covariance, data = COVARIANCES[kind], rows(count=1000)
     nodes, _ = parameters(covariance, data)
     whole = MixtureFactor(*nodes, covariance, data, blur=0.1)
-    monkeypatch.setattr("bayesgrad.models.covariances.CHUNK", 1)
-    pieces = MixtureFactor(*nodes, covariance, data, blur=0.1)
     assert [part.shape[1] for part in whole.columns] == [1000]
-    assert [part.shape[1] for part in pieces.columns] == [256, 256, 256, 232]
-    assert_close(pieces.value(), whole.value(), rtol=1e-13, atol=0)
-    for node in nodes:
-        for found, expected in zip(pieces.message(node), whole.message(node)):
-            assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    monkeypatch.setattr("bayesgrad.models.covariances.CHUNK", 1)
+    for most in (1 << 20, 1):
+        monkeypatch.setattr("bayesgrad.models.covariances.KEPT", most)
+        pieces = MixtureFactor(*nodes, covariance, data, blur=0.1)
+        assert (pieces._kept is None) == (most == 1)
+        assert [part.shape[1] for part in pieces.columns] == [256, 256, 256, 232]
+        assert_close(pieces.value(), whole.value(), rtol=1e-13, atol=0)
+        for node in nodes:
+            for found, expected in zip(pieces.message(node), whole.message(node)):
+                assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_shared_matrix_is_multiplied_once_however_many_components() -> None:
+    """Of 1400 rows and 200 columns; with tied covariances there were as many products as components."""
+
+    class Products(TorchDispatchMode):
+        large = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            sizes = [part.shape for part in args if isinstance(part, Tensor)]
+            self.large += str(func).startswith("aten.mm") and sizes == [(1400, 200), (200, 200)]
+            return func(*args, **(kwargs or {}))
+
+    data = torch.randn(1400, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    counts = []
+    for kind in ("tied", "full"):
+        model = GaussianMixture(4, covariance_type=kind, reg_covar=1.0, max_iter=1, tol=0, random_state=0).fit(data)
+        weights, components = model._nodes
+        factor = MixtureFactor(weights, components, COVARIANCES[kind], data)
+        assert factor._wide
+        factor.columns = (data,)
+        with Products() as products:
+            factor.evaluate()
+        counts.append(products.large)
+    assert counts == [1, 4]
 
 
 @pytest.mark.parametrize("kind", ["full", "tied"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,11 +17,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from bayesgrad.likelihoods import Gaussian, named
 from bayesgrad.noise import generator_of
-from bayesgrad.samplers import SNGD, Langevin
+from bayesgrad.samplers import SNGD, Diverged, Langevin
 from bayesgrad.samplers.curvature import largest_eigenvalue
 
 D = torch.float64
 N, T = 40, 5
+REAL = os.environ.get("BAYESGRAD_DATA")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -360,3 +364,56 @@ def test_refusals_of_likelihoods() -> None:
     for odd in ("gauss", "gaussian(noise_scale=)", 3, None):
         with pytest.raises(ValueError, match=r"likelihood must be one of 'categorical'.*, or an object such as"):
             named(odd)  # pyright: ignore[reportArgumentType]
+
+
+# --- defaults ---
+
+
+def table(folder: str | None) -> tuple[Tensor, Tensor]:
+    """UCI concrete where a folder has it, else 1030 rows of correlated columns with long tails; standardised."""
+    if folder is None:
+        columns = normal(1030, 8) @ normal(8, 8, seed=1) + normal(1030, 8, seed=2).pow(3)
+        strength = (columns[:, :3].tanh() @ normal(3, 1, seed=3) + 0.3 * normal(1030, 1, seed=4)).exp()
+        rows = torch.cat([columns, strength], 1)
+    else:
+        rows = torch.as_tensor(np.loadtxt(Path(folder) / "uci_regression" / "concrete" / "data.txt"))
+    rows = (rows - rows.mean(0)) / rows.std(0)
+    return rows[:, :-1], rows[:, -1:]
+
+
+FOLDERS = [None, pytest.param(REAL, marks=pytest.mark.skipif(not REAL, reason="BAYESGRAD_DATA names no folder"))]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=["made", "concrete"])
+@pytest.mark.parametrize("noise", [1.0, 0.3])
+@pytest.mark.parametrize("given", [True, False])
+def test_defaults_sample_a_regression_network_from_its_initial_weights(
+    given: bool, noise: float, folder: str | None
+) -> None:
+    """8-50-1 units, all defaults, with the loss and without it: no warning, and the loss falls and stays low.
+
+    lr = 0.1 with the identity, and nothing that shortens steps, diverges for noise of 0.3: from most initial weights.
+    """
+    x, y = table(folder)
+
+    def losses(**options: Any) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 1)).double()
+        sampler = Langevin(model, num_data=len(x), likelihood=Gaussian(noise), seed=0, **options)
+        found = []
+        for _ in range(40):
+            sampler.zero_grad()
+            outputs = model(x)
+            loss = half_square(outputs, y, noise**2)
+            sampler.observe(outputs, loss=loss if given else None)
+            loss.backward()
+            sampler.step()
+            found.append(loss.item())
+        return found
+
+    found = losses()
+    assert max(found) == found[0]
+    assert max(found[-10:]) < found[0] / 2
+    if noise < 1 and not given:
+        with pytest.raises(Diverged):
+            losses(metric="identity", limit_step=False)

@@ -147,8 +147,9 @@ def as_finite(X: Any, given: Any) -> Tensor:
     Raises:
         ValueError: it contains NaN or infinity.
     """
-    wrong = ~np.isfinite(X).all(1)
-    if wrong.any():
+    finite = np.isfinite(X)
+    if not finite.all():
+        wrong = ~finite.all(1)
         raise ValueError(f"X contains NaN or infinity in {wrong.sum()} of {len(X)} rows: remove or impute them first.")
     X = np.require(X, requirements="W")  # torch warns about read-only arrays
     return torch.as_tensor(X, device=given.device if isinstance(given, Tensor) else None)
@@ -157,6 +158,7 @@ def as_finite(X: Any, given: Any) -> Tensor:
 def near_mean(rows: Tensor) -> Tensor:
     """A point within 1/256 standard deviation of the rows' mean, (P,), with so few bits that subtracting it is exact
     for numbers that are closer to it than to zero."""
-    mean, deviation = rows.mean(0), rows.std(0, correction=0)
+    mean = rows.mean(0)
+    deviation = (rows - mean).square_().mean(0).sqrt()  # which takes a tenth of the time of rows.std(0)
     grid = torch.exp2(deviation.log2().floor() - 8)
     return torch.where(deviation > 0, (mean / grid).round() * grid, rows[0])

@@ -20,6 +20,7 @@ from bayesgrad.models.designs import weighted_gram
 WIDE = 2  # columns per component above which quadratic forms are computed directly: measured
 FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
 CHUNK = 1 << 18  # number of features processed at a time: they fit into the cache
+KEPT = 1 << 20  # number of features that are kept between sweeps
 
 
 class Components(NamedTuple):
@@ -365,10 +366,11 @@ class MixtureFactor(LatentVariableFactor):
         super().__init__(weights, components, scale=scale)
         self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
         self.columns, count = covariance.chunks(rows), weights.natural[0].shape[-1]
-        self._kept = [covariance.features(self.columns[0], blur)] if len(self.columns) == 1 else None
-        self._wide = isinstance(covariance, Full) and not self._kept and self.size > WIDE * count
+        self._wide = isinstance(covariance, Full) and len(self.columns) > 1 and self.size > WIDE * count
         if self._wide:
             self.columns = rows.split(max(256, CHUNK // self.size))
+        small = not self._wide and len(rows) * covariance.width(self.size) <= KEPT
+        self._kept = [covariance.features(part, blur) for part in self.columns] if small else None
 
     def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
@@ -390,22 +392,21 @@ class MixtureFactor(LatentVariableFactor):
         """The same without products of columns, which take too long for many columns and few components."""
         K, P = len(coefficients), self.size
         matrices = coefficients[:, _triangle(P, coefficients.device).unpacked].view(K, P, P) / 2
-        matrices.diagonal(dim1=-2, dim2=-1).mul_(2)
-        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).sum(1, keepdim=True)
+        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).mul_(2).sum(1, keepdim=True)
         first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
-        second = torch.zeros_like(matrices)
+        second, tied = torch.zeros_like(matrices), isinstance(self.covariance, Tied)  # the first one gets their sum
         for rows in self.columns:
-            shares = torch.stack([(rows @ matrix).mul_(rows).sum(1) for matrix in matrices]).add_(constant)
+            forms = [(rows @ matrix).mul_(rows).sum(1) for matrix in (matrices[:1] if tied else matrices)]
+            shares = torch.stack(forms) + constant
             total += _normalise(shares.addmm_(coefficients[:, 1 : P + 1], rows.mT))
             first[:, 0] += shares.sum(1)
             first[:, 1:].addmm_(shares, rows)
-            for own, weights in zip(second, shares):
+            for own, weights in zip(second, shares.sum(0, keepdim=True) if tied else shares):
                 own += weighted_gram(rows, weights)
         return total, _packed(first, second, self.blur)
 
     def _features(self) -> Iterator[Tensor]:
-        first = self.columns[0]
-        buffer = first.new_empty(self.covariance.width(self.size), first.shape[1])
+        buffer = self.columns[0].new_empty(self.covariance.width(self.size), self.columns[0].shape[1])
         return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
 
 

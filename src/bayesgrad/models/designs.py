@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,20 @@ CHUNK = 1 << 17  # numbers of a product that are formed at a time: they fit into
 
 def weighted_gram(rows: Tensor, weights: Tensor) -> Tensor:
     """X' diag(w) X, (P, P); for positive weights on a CPU by NumPy, which computes one triangle of A'A, torch both."""
-    if not rows.is_cpu or not bool((weights >= 0).all()):
+    if not rows.is_cpu or not (weights.numpy() >= 0).all():
         return rows.mT @ (weights[:, None] * rows)
-    scaled = (weights.sqrt()[:, None] * rows).numpy()
-    return torch.as_tensor(scaled.T @ scaled)
+    with np.errstate(all="ignore"):  # as torch: infinite numbers are refused later
+        scaled = np.sqrt(weights.numpy())[:, None] * rows.numpy()
+        return torch.from_numpy(scaled.T @ scaled)
+
+
+def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
+    """x_i' M x_i, (n,); on a CPU by NumPy, whose products of small matrices take less time than torch's."""
+    if not rows.is_cpu:
+        return (rows @ matrix).mul_(rows).sum(1)
+    own = rows.numpy()
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.einsum("ij,ij->i", own @ matrix.numpy(), own))
 
 
 class DenseDesign:
@@ -33,26 +44,25 @@ class DenseDesign:
     def __init__(self, rows: Tensor, *, intercept: bool) -> None:
         self.rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if intercept else rows
         self.shape, self.device = self.rows.shape, rows.device
-        self._parts = self.rows.split(max(256, CHUNK // self.shape[1]))
+        size = max(256, CHUNK // self.shape[1])
+        places = [slice(start, start + size) for start in range(0, max(1, self.shape[0]), size)]
+        self._parts = [(place, self.rows[place]) for place in places]
 
     def predict(self, theta: Tensor) -> Tensor:
-        """X θ, (n, K), for θ (P, K)."""
+        """X θ, (n, K) or (n,), for θ (P, K) or (P,)."""
         return self.rows @ theta
 
     def pull(self, errors: Tensor) -> Tensor:
-        """X' u, (P, K), for u (n, K)."""
+        """X' u, (P, K) or (P,), for u (n, K) or (n,)."""
         return self.rows.mT @ errors
 
     def gram(self, weights: Tensor) -> Tensor:
         """X' diag(w) X, (P, P)."""
-        total = self.rows.new_zeros(self.shape[1], self.shape[1])
-        for part, own in zip(self._parts, weights.split(len(self._parts[0]))):
-            total += weighted_gram(part, own)
-        return total
+        return reduce(Tensor.add_, (weighted_gram(part, weights[place]) for place, part in self._parts))
 
     def quadratic(self, matrix: Tensor) -> Tensor:
         """x_i' M x_i, (n,)."""
-        return torch.cat([(part @ matrix).mul_(part).sum(1) for part in self._parts])
+        return torch.cat([_quadratic(part, matrix) for _, part in self._parts])
 
     def split(self, size: int) -> list[DenseDesign]:
         return [DenseDesign(part, intercept=False) for part in self.rows.split(size)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.models.designs import Design
-from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome, predictor_covariances
+from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome
 from bayesgrad.models.observations import fit_hyperparameters
 
 OFF = 1e10  # precision of a prior, in units of that of the data, at which a column is switched off
@@ -68,7 +68,7 @@ def first_precision(
     """A prior of the coefficients that is worth one row, (P, P), where the search for a better one starts."""
     ones = torch.ones_like(y) if weights is None else weights
     total = ones.sum()
-    squares, sums = design.gram(ones).diagonal(), design.pull(ones[:, None])[:, 0]
+    squares, sums = design.gram(ones).diagonal(), design.pull(ones)
     least = 1e-12 * squares.max() / total + torch.finfo(y.dtype).tiny
     spread = (squares / total - (sums / total).square())[:features].clamp(min=float(least))
     if observation.classifies:
@@ -119,10 +119,9 @@ def _prior_precision(
 
 def _noise(posterior: LinearPosterior, belief: Belief, covariance: Tensor, names: list[str], mackay: bool) -> Any:
     observation, y = posterior.observation, posterior.y
-    z, weights = posterior.predictors(belief.mean)[:, 0], posterior.weights
+    z, weights = belief.predictors, posterior.weights
     if not observation.conjugate:
-        variance = predictor_covariances(posterior.design, covariance, 1)[:, 0, 0]
-        found: Any = fit_hyperparameters(observation, names, z, variance, y, weights)
+        found: Any = fit_hyperparameters(observation, names, z, posterior.spread(covariance), y, weights)
     else:
         errors, count = (y - z).square(), float(len(y) if weights is None else weights.sum())
         total = float(errors.sum() if weights is None else weights @ errors)

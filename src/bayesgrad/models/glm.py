@@ -270,7 +270,7 @@ class GLM(Supervised):
         return len(self.classes_) - 1 if isinstance(self._observation, Multinomial) else 1
 
     def _offsets(self, offset: Any, design: Design) -> Tensor | None:
-        """Offsets of the predictors, (n, K)."""
+        """Offsets of the predictors, (n, K), or (n,) for one."""
         if offset is None:
             return None
         given = checks.require_numbers("offset", as_numpy(offset)).to(design.device)
@@ -278,7 +278,7 @@ class GLM(Supervised):
         shape = (design.shape[0], len(self.classes_)) if many else (design.shape[0],)
         if given.shape != shape or not torch.isfinite(given).all():
             raise ValueError(f"offset must be finite numbers of shape {shape}, got shape {tuple(given.shape)}.")
-        return given @ self._observation.basis(given) if many else given[:, None]
+        return given @ self._observation.basis(given) if many else given
 
     def _run(
         self, X: Any, design: Design, targets: np.ndarray, sample_weight: Any, offset: Any, prior: Parameters | None
@@ -390,12 +390,13 @@ class GLM(Supervised):
         offsets, outputs = self._offsets(offset, design), self._outputs()
         mean, covariance = NORMAL.moments(tuple(part.to(design.device) for part in self._natural))
         size, found = max(1, CHUNK // (512 * outputs)), []
+        many = isinstance(self._observation, Multinomial)
         for place, part in enumerate(design.split(size)):
-            z, spread = part.predict(mean.view(outputs, -1).mT), predictor_covariances(part, covariance, outputs)
+            z = part.predict(mean.view(outputs, -1).mT if many else mean)
             if offsets is not None:
                 z = z + offsets[place * size : place * size + len(z)]
-            many = isinstance(self._observation, Multinomial)
-            found.append(function(z, spread) if many else function(z[:, 0], spread[:, 0, 0]))
+            spread = predictor_covariances(part, covariance, outputs) if many else part.quadratic(covariance)
+            found.append(function(z, spread))
         return torch.cat(found)
 
     def predict(self, X: Any, return_std: bool = False, offset: Any = None) -> Any:

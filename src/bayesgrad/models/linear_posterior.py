@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
 
 
 class Shape(NamedTuple):
-    """A precision, its lower Cholesky factor and its inverse, (K P, K P), and the covariances of x'θ, (n, K, K)."""
+    """A precision, its lower Cholesky factor and its inverse, (K P, K P), and the (co)variances of x'θ."""
 
     precision: Tensor
     factor: Tensor
@@ -35,13 +37,16 @@ class Shape(NamedTuple):
 class Belief(NamedTuple):
     """N(mean, precision^-1), with what the next step needs.
 
+    Shapes are those of K predictors for each row, of `Multinomial`; with one, all those of rows are (n,).
+
     Args:
         mean: (K P,).
         predictors: E[x'θ + o], (n, K).
         precision, factor: (K P, K P), and the lower Cholesky factor.
-        covariance, spread: of θ, (K P, K P), and of x'θ, (n, K, K); zero for `Delta`.
+        pulled: Λ (mean - m_0), (K P,).
         first, second: E[l'], (n, K), and E[l''], (n, K, K), of the log-likelihood of each row.
-        third: E[l^(3)], (n, 1), of one predictor, where it is known.
+        covariance, spread: of θ, (K P, K P), and of x'θ, (n, K, K); zero for `Delta`.
+        third: E[l^(3)], (n,), of one predictor, where it is known.
         objective: what a step must not decrease: the log joint density at the mean for `Delta`, else the bound.
         elbo: the bound on the log evidence.
     """
@@ -50,10 +55,11 @@ class Belief(NamedTuple):
     predictors: Tensor
     precision: Tensor
     factor: Tensor
+    pulled: Tensor
     first: Tensor
     second: Tensor
-    objective: Tensor
-    elbo: Tensor
+    objective: float
+    elbo: float
     covariance: Tensor = ZERO
     spread: Tensor = ZERO
     third: Tensor | None = None
@@ -82,11 +88,11 @@ class LinearPosterior:
     Args:
         design: X.
         y: (n,).
-        observation: p(y | f); `Multinomial` has K predictors for each row.
+        observation: p(y | f); `Multinomial` has K predictors for each row, others one.
         expectation: makes an Expectation for each chunk of rows, from its number.
         mean, precision: m_0 and Λ.
         weights: w, (n,), or None.
-        offset: o, (n, K), or None.
+        offset: o, (n, K), or (n,) for one predictor, or None.
         progress: is updated after each step.
 
     Checked by: tests/equations/test_linear_posterior.py.
@@ -106,6 +112,11 @@ class LinearPosterior:
     def outputs(self) -> int:
         return len(self.mean) // self.design.shape[1]
 
+    @cached_property
+    def many(self) -> bool:
+        """Whether rows have vectors of predictors."""
+        return isinstance(self.observation, Multinomial)
+
     @property
     def at_mean(self) -> bool:
         """Whether expectations are evaluated at the mean: with `Delta`, and where that is exact."""
@@ -121,8 +132,8 @@ class LinearPosterior:
     # --- beliefs ---
 
     def predictors(self, mean: Tensor) -> Tensor:
-        """E[x'θ + o], (n, K)."""
-        z = self.design.predict(mean.view(self.outputs, -1).mT)
+        """E[x'θ + o]."""
+        z = self.design.predict(mean.view(self.outputs, -1).mT if self.many else mean)
         return z if self.offset is None else z + self.offset
 
     def laplace(self, mean: Tensor) -> Belief | None:
@@ -131,28 +142,27 @@ class LinearPosterior:
         Where log p is not concave, Fisher's information replaces a curvature that is not positive definite.
         """
         z = self.predictors(mean)
-        if isinstance(self.observation, Multinomial):
-            (value, first, second), third = self.observation.derivatives(self.y, z[None], z.new_ones(1)), None
+        if self.many:
+            value, first, second = self.observation.derivatives(self.y, z[None], z.new_ones(1))
         else:
-            value, first, second = _as_columns(self.observation.derivatives(z[:, 0], self.y))
-            third = self.observation.third_derivative(z)
+            value, first, second = self.observation.derivatives(z, self.y)
         precision = self.curvature(second)
         factor, failed = torch.linalg.cholesky_ex(precision)
         if failed and not self.observation.concave:
-            precision = self.curvature(-self.observation.information(z[:, 0])[:, None, None])
+            precision = self.curvature(-self.observation.information(z))
             factor, failed = torch.linalg.cholesky_ex(precision)
         if failed:
             return None
-        joint = self._log_joint(mean, value)
-        elbo = joint - factor.diagonal().log().sum()
-        return Belief(mean, z, precision, factor, first, second, joint, elbo, third=third)
+        joint, pulled = self._log_joint(mean, value)
+        return Belief(mean, z, precision, factor, pulled, first, second, joint, joint - _half_volume(factor))
 
     def variational(self, mean: Tensor, shape: Shape) -> Belief:
         z = self.predictors(mean)
         (value, first, second), third = self._expected(z, shape.spread)
-        width = (len(mean) - (self.precision * shape.covariance).sum()) / 2
-        elbo = self._log_joint(mean, value) + width - shape.factor.diagonal().log().sum()
-        found = (mean, z, shape.precision, shape.factor, first, second, elbo, elbo)
+        joint, pulled = self._log_joint(mean, value)
+        width = (len(mean) - float((self.precision * shape.covariance).sum())) / 2
+        elbo = joint + width - _half_volume(shape.factor)
+        found = (mean, z, shape.precision, shape.factor, pulled, first, second, elbo, elbo)
         return Belief(*found, shape.covariance, shape.spread, third)
 
     def _shape(self, precision: Tensor) -> Shape | None:
@@ -161,18 +171,24 @@ class LinearPosterior:
         if failed:
             return None
         covariance = torch.cholesky_inverse(factor)
-        return Shape(precision, factor, covariance, predictor_covariances(self.design, covariance, self.outputs))
+        return Shape(precision, factor, covariance, self.spread(covariance))
 
-    def _log_joint(self, mean: Tensor, value: Tensor) -> Tensor:
-        """Without the factor (2π)^(-D/2) of the prior, which that of the posterior cancels."""
+    def spread(self, covariance: Tensor) -> Tensor:
+        """The variances of x'θ, (n,), or the covariances, (n, K, K), for that of θ."""
+        if self.many:
+            return predictor_covariances(self.design, covariance, self.outputs)
+        return self.design.quadratic(covariance)
+
+    def _log_joint(self, mean: Tensor, value: Tensor) -> tuple[float, Tensor]:
+        """Without the factor (2π)^(-D/2) of the prior, which that of the posterior cancels; and Λ (mean - m_0)."""
         away = mean - self.mean
-        prior = self._half_volume - away @ (self.precision @ away) / 2
-        return (value.sum() if self.weights is None else self.weights @ value) + prior
+        pulled = self.precision @ away
+        likelihood = value.sum() if self.weights is None else self.weights @ value
+        return float(likelihood) + self._prior_volume - float(away @ pulled) / 2, pulled
 
     @cached_property
-    def _half_volume(self) -> Tensor:
-        """log |Λ| / 2."""
-        return torch.linalg.cholesky(self.precision).diagonal().log().sum()
+    def _prior_volume(self) -> float:
+        return _half_volume(torch.linalg.cholesky(self.precision))
 
     @cached_property
     def _unit_gram(self) -> Tensor:
@@ -180,7 +196,7 @@ class LinearPosterior:
         return self.design.gram(torch.ones_like(self.y) if self.weights is None else self.weights)
 
     def _expected(self, z: Tensor, spread: Tensor) -> Expected:
-        size = max(1, POINTS // (32 if self.outputs == 1 else 512 * self.outputs))
+        size = max(1, POINTS // (512 * self.outputs if self.many else 32))
         if len(z) <= size:
             return self._chunk(z, spread, self.y, self.expectation(0))
         parts = [part.split(size) for part in (z, spread, self.y)]
@@ -191,29 +207,30 @@ class LinearPosterior:
         return Expected(moments, torch.cat(thirds) if thirds else None)
 
     def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Expected:
-        if isinstance(self.observation, Multinomial):
+        if self.many:
             return Expected(self.observation.expected(z, spread, y, expectation), None)
-        moments, third = self.observation.expected_to_third(z[:, 0], spread[:, 0, 0], y, expectation)
-        return Expected(_as_columns(moments), None if third is None else third[:, None])
+        return self.observation.expected_to_third(z, spread, y, expectation)
 
     def curvature(self, second: Tensor) -> Tensor:
-        """Λ - X' E[w l''] X, for E[l''], (n, K, K)."""
-        K, P = self.outputs, self.design.shape[1]
+        """Λ - X' E[w l''] X, for E[l'']."""
         if self.observation.conjugate:
             return torch.add(self.precision, self._unit_gram, alpha=1 / float(self.observation.scale) ** 2)
-        if self.weights is not None:
-            second = self.weights[:, None, None] * second
-        if K == 1:
-            return self.precision + self.design.gram(-second[:, 0, 0])
+        second = -self._weighted(second)
+        if not self.many:
+            return self.precision + self.design.gram(second)
+        K, P = self.outputs, self.design.shape[1]
         found = second.new_zeros(K, P, K, P)
         for j in range(K):
             for k in range(j + 1):
-                found[j, :, k] = found[k, :, j] = self.design.gram(-second[:, j, k])
+                found[j, :, k] = found[k, :, j] = self.design.gram(second[:, j, k])
         return self.precision + found.view(K * P, K * P)
 
-    def _gradient(self, mean: Tensor, first: Tensor) -> Tensor:
-        first = first if self.weights is None else self.weights[:, None] * first
-        return self.design.pull(first).mT.flatten() - self.precision @ (mean - self.mean)
+    def _weighted(self, rows: Tensor) -> Tensor:
+        return rows if self.weights is None else self.weights.view(-1, *[1] * (rows.dim() - 1)) * rows
+
+    def _gradient(self, belief: Belief, first: Tensor) -> Tensor:
+        found = self.design.pull(self._weighted(first))
+        return (found.mT.flatten() if self.many else found) - belief.pulled
 
     # --- steps ---
 
@@ -223,11 +240,11 @@ class LinearPosterior:
         if not new or observation.classifies or observation.conjugate:
             return mean
         weights = torch.ones_like(y) if self.weights is None else self.weights
-        shifts = observation.start(y) - (0 if self.offset is None else self.offset[:, 0])
+        shifts = observation.start(y) - (0 if self.offset is None else self.offset)
         if observation.least_squares:
             weights = weights * observation.information(y)
             precision = self.precision + self.design.gram(weights)
-            return torch.linalg.solve(precision, self.design.pull((weights * shifts)[:, None])[:, 0])
+            return torch.linalg.solve(precision, self.design.pull(weights * shifts))
         if intercept:
             mean[-1] = (weights * shifts).sum() / weights.sum()
         return mean
@@ -241,13 +258,14 @@ class LinearPosterior:
         found = self.laplace(mean)
         if found is not None and not self.at_mean:
             found = self._newton(found, max_iter=20, tol=ROUGH, relative=False, rho=1.0).belief
-            mode, precision = found, found.precision
+            third = None if self.many else self.observation.third_derivative(found.predictors)
+            mode, precision = found._replace(third=third), found.precision
             for _ in range(HALVINGS):  # under a broad prior E[exp(x'θ)] overflows
                 found = self._moved(mode, precision, 1.0)
-                if found is not None and torch.isfinite(found.elbo):
+                if found is not None and math.isfinite(found.elbo):
                     break
                 precision = 4 * precision
-        if found is None or not torch.isfinite(found.elbo):
+        if found is None or not math.isfinite(found.elbo):
             raise ValueError(
                 "the log-likelihood of the first step is infinite or NaN: check for numbers of very different sizes "
                 "in X and y, scale the columns of X, or use a larger prior_precision."
@@ -258,12 +276,13 @@ class LinearPosterior:
         """Steps until the bound would still change by less than tol, relative to its size."""
         if self.at_mean:
             return self._newton(belief, max_iter=max_iter, tol=1e-3 * tol, relative=True, rho=rho)
-        elbos, history = [float(belief.elbo)], []
+        elbos, before = [belief.elbo], None
         for _ in range(max_iter):
             target = self.curvature(belief.second)
             change = target - belief.precision
-            history = [*history[-1:], (target, belief.covariance @ change)]
-            found = self._step(belief, change, change - _anderson(history), rho, tol)
+            latest = target, belief.covariance @ change
+            faster = change if before is None else change - _anderson(before, latest)
+            before, found = latest, self._step(belief, change, faster, rho, tol)
             if found is None:
                 return Outcome(belief, elbos, True)
             belief = found
@@ -274,14 +293,14 @@ class LinearPosterior:
 
     def _newton(self, belief: Belief, *, max_iter: int, tol: float, relative: bool, rho: float) -> Outcome:
         """Newton's method, until a step would increase the log joint density by less than tol."""
-        elbos = [float(belief.elbo)]
+        elbos = [belief.elbo]
         for _ in range(max_iter):
-            gradient = self._gradient(belief.mean, belief.first)
+            gradient = self._gradient(belief, belief.first)
             direction, size = _solve(belief.factor, gradient), rho
             if float(gradient @ direction) / 2 <= tol * (max(1.0, abs(elbos[-1])) if relative else 1):
                 return Outcome(belief, elbos, True)
             for _ in range(HALVINGS):
-                found = self.laplace(belief.mean + size * direction)
+                found = self.laplace(torch.add(belief.mean, direction, alpha=size))
                 if found is not None and _not_below(found, belief):
                     break
                 size /= 2
@@ -292,10 +311,9 @@ class LinearPosterior:
         return Outcome(belief, elbos, False)
 
     def _report(self, belief: Belief, step: int) -> float:
-        bound = float(belief.elbo)
         if self.progress is not None:
-            self.progress.update(step, bound)
-        return bound
+            self.progress.update(step, belief.elbo)
+        return belief.elbo
 
     def _moved(self, belief: Belief, precision: Tensor, size: float) -> Belief | None:
         """This precision, and a step of the mean given it; None if it is not positive definite."""
@@ -305,8 +323,9 @@ class LinearPosterior:
         if belief.third is None:
             first = self._expected(belief.predictors, shape.spread).moments.first
         else:  # the derivative of E[l'] by the variance is E[l^(3)]/2
-            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0] / 2
-        return self.variational(belief.mean + size * _solve(shape.factor, self._gradient(belief.mean, first)), shape)
+            first = belief.first + belief.third * (shape.spread - belief.spread) / 2
+        direction = _solve(shape.factor, self._gradient(belief, first))
+        return self.variational(torch.add(belief.mean, direction, alpha=size), shape)
 
     def _step(self, belief: Belief, change: Tensor, faster: Tensor, rho: float, tol: float) -> Belief | None:
         """One step, halved until the bound does not decrease; None if no step is left.
@@ -316,11 +335,11 @@ class LinearPosterior:
             faster: the one to try first.
             tol: how much of the bound is not worth another try.
         """
-        for goal, size in [(faster, rho), *[(change, rho / 2**k) for k in range(HALVINGS)]]:
+        for goal, size in chain([(faster, rho)], ((change, rho / 2**k) for k in range(HALVINGS))):
             found = self._moved(belief, torch.add(belief.precision, goal, alpha=size), size)
             if found is not None and _not_below(found, belief):
                 return found
-            if found is not None and goal is change and abs(found.elbo - belief.elbo) <= tol * belief.elbo.abs():
+            if found is not None and goal is change and abs(found.elbo - belief.elbo) <= tol * abs(belief.elbo):
                 return None
         return None
 
@@ -332,24 +351,22 @@ def _rest(elbos: list[float]) -> float:
     return changes[-1] * (ratio / (1 - ratio) if ratio < 0.5 else 1.0)
 
 
-def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _anderson(before: tuple[Tensor, Tensor], latest: tuple[Tensor, Tensor]) -> Tensor:
     """What Anderson's method with one step of memory subtracts from the next change of the precision.
 
     Args:
-        history: targets of the last steps and V times their distances from the precision. Distances that shrink by a
-            constant factor, or alternate in sign, vanish with it.
+        before, latest: targets of the last two steps and V times their distances from the precision. Distances that
+            shrink by a constant factor, or alternate in sign, vanish with it.
     """
-    (before, older), (target, newer) = history[0], history[-1]
-    turn = newer - older
-    square = (turn * turn.mT).sum()
-    share = (turn * newer.mT).sum() / square if len(history) == 2 and square > 0 else square.new_zeros(())
-    return share.clamp(-1, 0.75) * (target - before)
+    turn = latest[1] - before[1]
+    mirrored = turn.mT
+    square = float((turn * mirrored).sum())
+    share = float((latest[1] * mirrored).sum()) / square if square > 0 else 0.0
+    return min(max(share, -1.0), 0.75) * (latest[0] - before[0])
 
 
 def predictor_covariances(design: Design, covariance: Tensor, outputs: int) -> Tensor:
     """The covariance of the K predictors x'θ_k of each row, (n, K, K), for that of θ, (K P, K P)."""
-    if outputs == 1:
-        return design.quadratic(covariance)[:, None, None]
     size = design.shape[1]
     blocks = covariance.view(outputs, size, outputs, size)
     found = covariance.new_empty(design.shape[0], outputs, outputs)
@@ -359,9 +376,9 @@ def predictor_covariances(design: Design, covariance: Tensor, outputs: int) -> T
     return found
 
 
-def _as_columns(moments: Moments) -> Moments:
-    value, first, second = moments
-    return Moments(value, first[:, None], second[:, None, None])
+def _half_volume(factor: Tensor) -> float:
+    """log |S| / 2, for the Cholesky factor of S."""
+    return float(factor.diagonal().log().sum())
 
 
 def _solve(factor: Tensor, vector: Tensor) -> Tensor:
@@ -369,4 +386,4 @@ def _solve(factor: Tensor, vector: Tensor) -> Tensor:
 
 
 def _not_below(found: Belief, before: Belief) -> bool:
-    return bool(found.objective >= before.objective - SLACK * before.objective.abs())
+    return found.objective >= before.objective - SLACK * abs(before.objective)

@@ -265,7 +265,8 @@ class Logistic(Bernoulli):
         if not isinstance(expectation, GaussHermite):
             return super().expected_to_third(mean, variance, y, expectation)
         (value, first, second), third = expected_log_sigmoid(mean, variance)
-        return Expected(Moments(value - (1 - y) * mean, first - (1 - y), second), third)
+        lower = y - 1
+        return Expected(Moments(value + lower * mean, first + lower, second), third)
 
     def information(self, f: Tensor) -> Tensor:
         return self.variance(f)
