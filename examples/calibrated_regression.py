@@ -23,6 +23,7 @@ def standardised() -> tuple[torch.Tensor, torch.Tensor]:
     x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order, None]
+    # Back in the units of y: predictions and ends of intervals times y.std(), plus y.mean(); widths times y.std().
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
 
 
