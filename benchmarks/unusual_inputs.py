@@ -110,6 +110,14 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
+SETTING = """\
+The network is a perceptron 784-256-128-10 with ReLU, trained by AdamW with its defaults for 5 epochs on 20,000 images
+in batches of 128. Scores are of 5,000 test images of each data set. The posterior is
+`laplace(model, loader, likelihood="categorical", structure="kron", seed=0).tune_prior()`: Kronecker factors, and the
+prior precision with the most evidence.
+"""
+
+
 def tables(runs: list[dict[str, Tensor]], covered: dict[str, list[tuple[float, float]]]) -> list[str]:
     rows = {name: [metrics.auroc(run[f"{name} 0"], run[f"{name} 1"]) for run in runs] for name in (*SCORES, "network")}
     own = statistics.fmean(rows["epistemic"])
@@ -123,6 +131,7 @@ def tables(runs: list[dict[str, Tensor]], covered: dict[str, list[tuple[float, f
         f"**Unusual inputs.** {'Holds' if own >= GOAL else 'Does not hold'}: the mean AUROC of the epistemic score "
         f"is {own:.3f}, goal {GOAL}. Known: test images of Fashion-MNIST, unknown: those of MNIST; seeds: {len(runs)}.",
         "",
+        SETTING,
         "| score | AUROC |",
         "|---|---|",
     ]
