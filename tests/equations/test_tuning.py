@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import bayesgrad
+from bayesgrad.layers import batches
 from bayesgrad.likelihoods import Gaussian, named
 from bayesgrad.posterior import LaplacePosterior, load
+from bayesgrad.posterior import heldout as heldout_module
+from bayesgrad.posterior import laplace as laplace_module
 from bayesgrad.posterior.tuning import maximise_by_search
 from equations.test_laplace import PRIOR, STRUCTURES, data, dense, eye, fitted, mlp
 
@@ -88,6 +92,80 @@ def test_heldout_tuning_of_layers_and_noise(structure: str) -> None:
         for layer in ("0", "2"):
             other = {name: value * (factor if name[0] == layer else 1) for name, value in prior.items()}
             assert posterior.set_prior(other, noise)._log_density(heldout) < densities[-1] + 1e-3
+
+
+def grouped() -> nn.Module:
+    """Positions, groups of channels, a bias that is a block by itself, and parameters without a matrix."""
+    torch.manual_seed(4)
+    convolutions = [nn.Conv1d(2, 4, 3, groups=2, dtype=D), nn.GroupNorm(2, 4, dtype=D), nn.Tanh()]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16, 3, dtype=D))
+
+
+def looked_up() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(5, 3, dtype=D), nn.Flatten(), nn.Linear(18, 3, dtype=D))
+
+
+@pytest.mark.filterwarnings("ignore:structure=.* does not support")
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "input"])
+@pytest.mark.parametrize("build", [grouped, looked_up])
+def test_tables_of_variances_are_exact(build: Any, structure: str, likelihood: str, monkeypatch: Any) -> None:
+    """Densities by interpolation are those of predictions with each prior; so are the values that are found."""
+    torch.manual_seed(6)
+    inputs = torch.randn(12, 2, 6, dtype=D) if build is grouped else torch.randint(5, (12, 6))
+    labels = torch.randint(3, (12,)) if likelihood == "categorical" else torch.randn(12, 3, dtype=D)
+    posterior = fitted(build(), structure, likelihood, loader=[(inputs, labels)])
+    heldout = [(inputs[:7].flip(0), labels[:7]), (inputs[7:].flip(0), labels[7:])]
+    seen: list[tuple[tuple[Any, ...], float]] = []
+    fills: list[Any] = []
+    fill = heldout_module.VarianceTable._fill
+    monkeypatch.setattr(heldout_module.VarianceTable, "_fill", lambda *args: (fills.append(args), fill(*args)))
+
+    def spy(density: Any, start: Any, steps: int) -> list[float]:
+        values = torch.logspace(-4, 9, 12, dtype=D).tolist()
+        rows = [[v / 3, *[v * (k % 2 + 0.5) for k in range(1, len(start))]] for v in values]
+        seen.extend((tuple(row), density(row)) for row in rows)
+        return maximise_by_search(density, start, steps)
+
+    monkeypatch.setattr(laplace_module, "maximise_by_search", spy)
+    options: dict[str, Any] = dict(method="heldout", heldout=heldout, noise_scale=likelihood == "gaussian")
+    found = []
+    for numbers in (heldout_module.NUMBERS, 0):
+        monkeypatch.setattr(heldout_module, "NUMBERS", numbers)
+        posterior.set_prior(PRIOR, 1.0, 1.0).tune_prior("layer", temperature=True, steps=12, **options)
+        found.append([*posterior.prior_precision.values(), posterior.noise_scale, posterior.temperature])  # pyright: ignore
+    half = len(seen) // 2
+    assert 1 < len(fills) < half
+    for (values, density), (others, exact) in zip(seen[:half], seen[half:], strict=True):
+        assert values == others
+        assert density == pytest.approx(exact, rel=1e-8)
+    assert found[0] == pytest.approx(found[1], rel=1e-8)
+
+
+def test_heldout_tuning_costs_a_few_predictions() -> None:
+    """The model runs for one or two tables, not for each of the evaluations; other structures take a pass for each."""
+    model, (x, y) = mlp(), data("categorical", 15)
+    runs: list[int] = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    posterior = fitted(model, "kron")
+    runs.clear()
+    posterior.predict(x)
+    once = len(runs)
+    runs.clear()
+    posterior.tune_prior(method="heldout", heldout=[(x, y)])
+    assert len(runs) <= 3 * once
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_heldout_tuning_shows_progress(structure: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(batches.time, "monotonic", count(step=3).__next__)  # every operation takes three seconds
+    posterior = fitted(mlp(), structure)
+    posterior.tune_prior(method="heldout", heldout=[data("categorical", 15)], progress=True)
+    assert "step 2/100, log-density -" in (shown := capsys.readouterr().err)
+    assert ("step 15/15" in shown) == (structure == "kron")
+    posterior.tune_prior(method="heldout", heldout=[data("categorical", 15)], progress=False)
+    assert not capsys.readouterr().err
 
 
 def test_densities_of_labels() -> None:
