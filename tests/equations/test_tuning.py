@@ -233,3 +233,53 @@ def test_noise_that_was_not_given_is_tuned() -> None:
     for options in (dict(likelihood="gaussian", noise_scale=1.0), dict(likelihood=Gaussian(1.0))):
         known = bayesgrad.laplace(model, [(x, y)], structure="full", **options).tune_prior()  # pyright: ignore
         assert known.noise_scale == 1.0
+
+
+def regression(*widths: int, structure: str = "full") -> tuple[LaplacePosterior, float]:
+    """The posterior of a network that has the mean of its 40 targets, and the root-mean-square of their noise."""
+    torch.manual_seed(0)
+    layers = [part for a, b in zip((3, *widths), (*widths, 1)) for part in (nn.Linear(a, b, dtype=D), nn.ReLU())][:-1]
+    model, x, noise = nn.Sequential(*layers), torch.randn(40, 3, dtype=D), 0.1 * torch.randn(40, 1, dtype=D)
+    y = model(x).detach() + noise
+    posterior = bayesgrad.laplace(model, [(x, y)], likelihood="gaussian", structure=structure)
+    return posterior, float(noise.square().mean().sqrt())
+
+
+def test_evidence_that_finds_too_much_noise_warns() -> None:
+    """The evidence of a structure that ignores errors, for a deep network; that of the whole matrix is right."""
+    posterior, rmse = regression(16, 16)
+    assert posterior.fit.rmse == pytest.approx(rmse)
+    assert posterior.tune_prior().noise_scale < 2 * rmse  # warnings are errors
+    posterior, rmse = regression(16, 16, structure="input")
+    words = (
+        rf"found a noise of [0-9.]+, more than 2 times the .* on the data of laplace\(\), {rmse:.4g}: .*heldout=\.\.\."
+    )
+    with pytest.warns(UserWarning, match=words):
+        posterior.tune_prior()
+    assert posterior.noise_scale > 2 * rmse
+    posterior.tune_prior(noise_scale=False)
+
+
+def test_intervals_with_noise_that_nobody_chose_warn_once(tmp_path: Any) -> None:
+    x = torch.randn(5, 3, dtype=D)
+    posterior, _ = regression()
+    posterior.save(tmp_path / "posterior")
+    loaded = load(tmp_path / "posterior", posterior.model)
+    for one in (posterior, loaded):
+        one.interval(x, likelihood=Gaussian(0.2))
+        with pytest.warns(
+            UserWarning, match=r"neither given nor tuned, .* deviation of 1: call tune_prior\(\), or pass"
+        ):
+            one.interval(x)
+        one.interval(x)  # warnings are errors
+    for chosen in (regression()[0].tune_prior(), regression()[0].set_prior(1.0, 1.0)):
+        chosen.interval(x)
+        chosen.save(tmp_path / "posterior")
+        load(tmp_path / "posterior", posterior.model).interval(x)
+    given = bayesgrad.laplace(nn.Linear(3, 1, dtype=D), [(x, x[:, :1])], likelihood="gaussian", noise_scale=1.0)
+    given.interval(x)
+
+
+def test_numbers_are_shown_with_four_digits() -> None:
+    shown = repr(regression()[0].set_prior(math.pi, math.e))
+    assert "prior_precision=3.142, noise_scale=2.718, " in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.data_shards import DataShard, data_of
-from bayesgrad.layers.batches import ProgressLine, split_batch
+from bayesgrad.layers.batches import Inputs, ProgressLine, split_batch
 from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
-from bayesgrad.likelihoods import Likelihood, named
+from bayesgrad.likelihoods import Gaussian, Likelihood, named
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.heldout import VarianceTable
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
+from bayesgrad.predictions import Interval
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
+TOO_NOISY = 2  # times the root-mean-square error
 COLUMNS = "columns"  # of the parameters of a block, in files; no structure has this kind
 
 
@@ -38,6 +41,11 @@ class Fit:
     loss: float
     outputs: float
     power: int = 0
+
+    @property
+    def rmse(self) -> float:
+        """The root-mean-square error, of a likelihood with noise."""
+        return math.sqrt(2 * self.loss / self.outputs)
 
     def log_likelihood(self, noise_variance: Tensor) -> Tensor:
         if not self.power:
@@ -69,6 +77,9 @@ class LaplacePosterior(GaussianPosterior):
         noise_known: whether the noise was given; else `tune_prior` tunes it.
         model, seed: see `Posterior`.
 
+    Attributes:
+        noise_chosen: whether the noise was given or tuned; else it is 1, of which `interval` warns.
+
     Reference: Benzing 2021, appendix A.1; MacKay, 1992, for the evidence.
     Checked by: tests/equations/test_laplace.py.
     """
@@ -91,10 +102,11 @@ class LaplacePosterior(GaussianPosterior):
         seed: int = 0,
     ) -> None:
         super().__init__({}, model, seed=seed)
-        self.noise_known = noise_known
+        self.noise_known = self.noise_chosen = noise_known
+        self._warned = False  # of noise that was not chosen
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
-        self.set_prior(prior_precision, noise_scale, temperature)
+        self._set(prior_precision, noise_scale, temperature)
 
     def set_prior(
         self,
@@ -103,8 +115,12 @@ class LaplacePosterior(GaussianPosterior):
         temperature: float | None = None,
     ) -> LaplacePosterior:
         """Changes the prior, and optionally noise and temperature, in place. Mean and Hessians stay the same."""
-        noise_scale = self.noise_scale if noise_scale is None else noise_scale
-        temperature = self.temperature if temperature is None else temperature
+        given = self.noise_scale if noise_scale is None else noise_scale
+        self._set(prior_precision, given, self.temperature if temperature is None else temperature)
+        self.noise_chosen |= noise_scale is not None
+        return self
+
+    def _set(self, prior_precision: float | Mapping[str, float], noise_scale: float, temperature: float) -> None:
         prior = check_prior(prior_precision, noise_scale, self._weights, temperature)
         prior = {name: value / temperature for name, value in prior.items()}
         scale = (float(noise_scale) ** 2) ** -self.fit.power / temperature
@@ -114,7 +130,6 @@ class LaplacePosterior(GaussianPosterior):
         self._covariances = [
             h.output_covariance(belief, prior, scale) for h, belief in zip(self.hessians, beliefs.values(), strict=True)
         ]
-        return self
 
     def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parted = super()._by_parameter(values)
@@ -209,7 +224,16 @@ class LaplacePosterior(GaussianPosterior):
             raise ValueError(
                 f"tune_prior found no optimum: the search diverged to prior_precision={found[: len(groups)]}."
             )
-        return self.set_prior(*read(found))
+        self._set(*read(found))
+        self.noise_chosen |= noise_scale
+        if noise_scale and method == "evidence" and self.noise_scale > TOO_NOISY * self.fit.rmse:
+            warnings.warn(
+                f"tune_prior found a noise of {self.noise_scale:.4g}, more than {TOO_NOISY} times the root-mean-square "
+                f"error on the data of laplace(), {self.fit.rmse:.4g}: the evidence of this structure may not suit the "
+                "network, and intervals may be far too wide; use tune_prior(method='heldout', heldout=...).",
+                stacklevel=2,
+            )
+        return self
 
     @torch.no_grad()
     def _search(
@@ -244,7 +268,8 @@ class LaplacePosterior(GaussianPosterior):
             nonlocal count
             prior, noise, temperature = read(values)
             if not tabulated:
-                found = self.set_prior(prior, noise, temperature)._log_density(batches, data)
+                self._set(prior, noise, temperature)
+                found = self._log_density(batches, data)
             else:
                 check_prior(prior, noise, self._weights, temperature)
                 self.noise_scale = noise
@@ -262,7 +287,7 @@ class LaplacePosterior(GaussianPosterior):
             return maximise_by_search(density, start, steps)
         finally:
             line.close()
-            self.set_prior(*kept)
+            self._set(*kept)
 
     @torch.no_grad()
     def _log_density(self, batches: Sequence[Any], data: DataShard | None = None) -> float:
@@ -278,14 +303,31 @@ class LaplacePosterior(GaussianPosterior):
         total, count = data.total([total, count], next(network.parameters()).device)
         return total / count
 
+    def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
+        if not (self.noise_chosen or self._warned) and options.get("likelihood", self.likelihood) in (
+            None,
+            Gaussian.kind,
+        ):
+            self._warned = True
+            warnings.warn(
+                "the noise of the data was neither given nor tuned, so the interval is for a standard deviation of "
+                f"{self.noise_scale:.4g}: call tune_prior(), or pass noise_scale= to laplace().",
+                stacklevel=2,
+            )
+        return super().interval(x, level, **options)
+
     def _summary(self) -> dict[str, Any]:
         structures = dict.fromkeys(getattr(h, "name", h.kind) for h in self.hessians)
         prior = self.prior_precision
-        if isinstance(prior, Mapping):
-            prior = f"{min(prior.values()):.4g} to {max(prior.values()):.4g}"
+        ends = (min(prior.values()), max(prior.values())) if isinstance(prior, Mapping) else (prior,)
         parts = {key: value for key, value in super()._summary().items() if key != "precision"}
         noise = {"noise_scale": f"{self.noise_scale:.4g}"} if self.fit.power else {}
-        own = {"structure": "+".join(structures), **parts, "prior_precision": prior, **noise}
+        own = {
+            "structure": "+".join(structures),
+            **parts,
+            "prior_precision": " to ".join(f"{end:.4g}" for end in ends),
+            **noise,
+        }
         return own | {"temperature": self.temperature}
 
     # --- storage ---
@@ -294,6 +336,7 @@ class LaplacePosterior(GaussianPosterior):
         prior = prior_by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
         numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature, "noise_known": self.noise_known}
+        numbers["noise_chosen"] = self.noise_chosen
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -319,7 +362,7 @@ class LaplacePosterior(GaussianPosterior):
             shapes = {name: means[name].shape for name in tensors[f"{COLUMNS} of {owner}"]}
             hessians.append(Structure.by_kind[kind].restored(shapes, parts))
         prior = {name: float(value) for name, value in tensors["prior"].items()}
-        return cls(
+        found = cls(
             hessians,
             means,
             Fit(numbers["loss"], numbers["outputs"], int(numbers["power"])),
@@ -330,3 +373,5 @@ class LaplacePosterior(GaussianPosterior):
             noise_known=bool(numbers.get("noise_known", 1.0)),
             model=model,
         )
+        found.noise_chosen = bool(numbers.get("noise_chosen", 1.0))
+        return found
