@@ -409,7 +409,8 @@ def _check_tensor(labels: object) -> None:
 def _real(labels: Tensor, outputs: Tensor) -> Tensor:
     _check_tensor(labels)
     if labels.shape != outputs.shape:
-        raise ValueError(f"labels must have the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}.")
+        end = ": use y[:, None]." if outputs.shape == (len(outputs), 1) == (*labels.shape, 1) else "."
+        raise ValueError(f"labels must have the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}{end}")
     return labels.to(outputs)
 
 

@@ -88,7 +88,15 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The probability that an outside example has the higher value, for example uncertainty; ties count half."""
+    """The probability that an outside example has the higher value, for example uncertainty; ties count half.
+
+    Args:
+        inside: values of examples like the training data, such as those of `posterior.ood_score`.
+        outside: values of examples unlike them, which should be higher: 1 if all of them are, 0.5 for no difference.
+
+    Returns:
+        A number in [0, 1]; nan if a value is not finite.
+    """
     values = torch.cat([inside.flatten(), outside.flatten()])
     if not bool(torch.isfinite(values).all()):
         return math.nan

@@ -26,7 +26,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "fisher": (dict(fisher="true"), "fisher must be one of .*, got 'true'"),
     "bias": (dict(bias="none"), "bias must be 'joint' or 'separate', got 'none'"),
     "likelihood": (dict(likelihood="cauchy"), "likelihood must be one of .*, got 'cauchy'"),
-    "other likelihood": (dict(likelihood="gaussian"), r"labels must have the outputs' shape \(12, 3\), got \(12,\)"),
+    "other likelihood": (dict(likelihood="gaussian"), r"labels must have the outputs' shape \(12, 3\), got \(12,\)\."),
     "subsample": (dict(subsample=0), "subsample must be None or a number >= 1, got 0"),
     "num_data": (dict(num_data=-5), "num_data must be None or a number >= 1, got -5"),
     "params": (dict(params=["3.weight"]), "the model has no parameter or module '3.weight'"),
@@ -45,6 +45,11 @@ def test_bad_input(case: str) -> None:
         bayesgrad.laplace(model, **arguments)
     assert torch.equal(flat(dict(model.named_parameters())), before)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_labels_without_the_dimension_of_outputs_name_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"labels must have .* \(12, 1\), got \(12,\): use y\[:, None\]\."):
+        bayesgrad.laplace(mlp(1), [(data()[0], data()[0][:, 0])], likelihood="gaussian")
 
 
 def test_bad_models_and_loaders_leave_the_model_as_it_was() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import bayesgrad
+from bayesgrad.layers import batches
 from bayesgrad.likelihoods import Gaussian, named
 from bayesgrad.posterior import LaplacePosterior, load
+from bayesgrad.posterior import heldout as heldout_module
+from bayesgrad.posterior import laplace as laplace_module
 from bayesgrad.posterior.tuning import maximise_by_search
 from equations.test_laplace import PRIOR, STRUCTURES, data, dense, eye, fitted, mlp
 
@@ -90,6 +94,80 @@ def test_heldout_tuning_of_layers_and_noise(structure: str) -> None:
             assert posterior.set_prior(other, noise)._log_density(heldout) < densities[-1] + 1e-3
 
 
+def grouped() -> nn.Module:
+    """Positions, groups of channels, a bias that is a block by itself, and parameters without a matrix."""
+    torch.manual_seed(4)
+    convolutions = [nn.Conv1d(2, 4, 3, groups=2, dtype=D), nn.GroupNorm(2, 4, dtype=D), nn.Tanh()]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16, 3, dtype=D))
+
+
+def looked_up() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(5, 3, dtype=D), nn.Flatten(), nn.Linear(18, 3, dtype=D))
+
+
+@pytest.mark.filterwarnings("ignore:structure=.* does not support")
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "input"])
+@pytest.mark.parametrize("build", [grouped, looked_up])
+def test_tables_of_variances_are_exact(build: Any, structure: str, likelihood: str, monkeypatch: Any) -> None:
+    """Densities by interpolation are those of predictions with each prior; so are the values that are found."""
+    torch.manual_seed(6)
+    inputs = torch.randn(12, 2, 6, dtype=D) if build is grouped else torch.randint(5, (12, 6))
+    labels = torch.randint(3, (12,)) if likelihood == "categorical" else torch.randn(12, 3, dtype=D)
+    posterior = fitted(build(), structure, likelihood, loader=[(inputs, labels)])
+    heldout = [(inputs[:7].flip(0), labels[:7]), (inputs[7:].flip(0), labels[7:])]
+    seen: list[tuple[tuple[Any, ...], float]] = []
+    fills: list[Any] = []
+    fill = heldout_module.VarianceTable._fill
+    monkeypatch.setattr(heldout_module.VarianceTable, "_fill", lambda *args: (fills.append(args), fill(*args)))
+
+    def spy(density: Any, start: Any, steps: int) -> list[float]:
+        values = torch.logspace(-4, 9, 12, dtype=D).tolist()
+        rows = [[v / 3, *[v * (k % 2 + 0.5) for k in range(1, len(start))]] for v in values]
+        seen.extend((tuple(row), density(row)) for row in rows)
+        return maximise_by_search(density, start, steps)
+
+    monkeypatch.setattr(laplace_module, "maximise_by_search", spy)
+    options: dict[str, Any] = dict(method="heldout", heldout=heldout, noise_scale=likelihood == "gaussian")
+    found = []
+    for numbers in (heldout_module.NUMBERS, 0):
+        monkeypatch.setattr(heldout_module, "NUMBERS", numbers)
+        posterior.set_prior(PRIOR, 1.0, 1.0).tune_prior("layer", temperature=True, steps=12, **options)
+        found.append([*posterior.prior_precision.values(), posterior.noise_scale, posterior.temperature])  # pyright: ignore
+    half = len(seen) // 2
+    assert 1 < len(fills) < half
+    for (values, density), (others, exact) in zip(seen[:half], seen[half:], strict=True):
+        assert values == others
+        assert density == pytest.approx(exact, rel=1e-8)
+    assert found[0] == pytest.approx(found[1], rel=1e-8)
+
+
+def test_heldout_tuning_costs_a_few_predictions() -> None:
+    """The model runs for one or two tables, not for each of the evaluations; other structures take a pass for each."""
+    model, (x, y) = mlp(), data("categorical", 15)
+    runs: list[int] = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    posterior = fitted(model, "kron")
+    runs.clear()
+    posterior.predict(x)
+    once = len(runs)
+    runs.clear()
+    posterior.tune_prior(method="heldout", heldout=[(x, y)])
+    assert len(runs) <= 3 * once
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_heldout_tuning_shows_progress(structure: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(batches.time, "monotonic", count(step=3).__next__)  # every operation takes three seconds
+    posterior = fitted(mlp(), structure)
+    posterior.tune_prior(method="heldout", heldout=[data("categorical", 15)], progress=True)
+    assert "step 2/100, log-density -" in (shown := capsys.readouterr().err)
+    assert ("step 15/15" in shown) == (structure == "kron")
+    posterior.tune_prior(method="heldout", heldout=[data("categorical", 15)], progress=False)
+    assert not capsys.readouterr().err
+
+
 def test_densities_of_labels() -> None:
     """For one output, by a fine quadrature; the probit's within what it promises."""
     nodes = torch.linspace(-9, 9, 20001, dtype=D)
@@ -155,3 +233,53 @@ def test_noise_that_was_not_given_is_tuned() -> None:
     for options in (dict(likelihood="gaussian", noise_scale=1.0), dict(likelihood=Gaussian(1.0))):
         known = bayesgrad.laplace(model, [(x, y)], structure="full", **options).tune_prior()  # pyright: ignore
         assert known.noise_scale == 1.0
+
+
+def regression(*widths: int, structure: str = "full") -> tuple[LaplacePosterior, float]:
+    """The posterior of a network that has the mean of its 40 targets, and the root-mean-square of their noise."""
+    torch.manual_seed(0)
+    layers = [part for a, b in zip((3, *widths), (*widths, 1)) for part in (nn.Linear(a, b, dtype=D), nn.ReLU())][:-1]
+    model, x, noise = nn.Sequential(*layers), torch.randn(40, 3, dtype=D), 0.1 * torch.randn(40, 1, dtype=D)
+    y = model(x).detach() + noise
+    posterior = bayesgrad.laplace(model, [(x, y)], likelihood="gaussian", structure=structure)
+    return posterior, float(noise.square().mean().sqrt())
+
+
+def test_evidence_that_finds_too_much_noise_warns() -> None:
+    """The evidence of a structure that ignores errors, for a deep network; that of the whole matrix is right."""
+    posterior, rmse = regression(16, 16)
+    assert posterior.fit.rmse == pytest.approx(rmse)
+    assert posterior.tune_prior().noise_scale < 2 * rmse  # warnings are errors
+    posterior, rmse = regression(16, 16, structure="input")
+    words = (
+        rf"found a noise of [0-9.]+, more than 2 times the .* on the data of laplace\(\), {rmse:.4g}: .*heldout=\.\.\."
+    )
+    with pytest.warns(UserWarning, match=words):
+        posterior.tune_prior()
+    assert posterior.noise_scale > 2 * rmse
+    posterior.tune_prior(noise_scale=False)
+
+
+def test_intervals_with_noise_that_nobody_chose_warn_once(tmp_path: Any) -> None:
+    x = torch.randn(5, 3, dtype=D)
+    posterior, _ = regression()
+    posterior.save(tmp_path / "posterior")
+    loaded = load(tmp_path / "posterior", posterior.model)
+    for one in (posterior, loaded):
+        one.interval(x, likelihood=Gaussian(0.2))
+        with pytest.warns(
+            UserWarning, match=r"neither given nor tuned, .* deviation of 1: call tune_prior\(\), or pass"
+        ):
+            one.interval(x)
+        one.interval(x)  # warnings are errors
+    for chosen in (regression()[0].tune_prior(), regression()[0].set_prior(1.0, 1.0)):
+        chosen.interval(x)
+        chosen.save(tmp_path / "posterior")
+        load(tmp_path / "posterior", posterior.model).interval(x)
+    given = bayesgrad.laplace(nn.Linear(3, 1, dtype=D), [(x, x[:, :1])], likelihood="gaussian", noise_scale=1.0)
+    given.interval(x)
+
+
+def test_numbers_are_shown_with_four_digits() -> None:
+    shown = repr(regression()[0].set_prior(math.pi, math.e))
+    assert "prior_precision=3.142, noise_scale=2.718, " in shown

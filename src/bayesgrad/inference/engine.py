@@ -13,7 +13,6 @@ Checked by: tests/equations/test_inference.py.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from bayesgrad.families import Parameters
 from bayesgrad.inference.expectation import Delta, MonteCarlo
 from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
+from bayesgrad.layers.batches import ProgressLine
 
 DOMAINS = ("backtrack", "retract", "search", "raise")
 SCHEDULES = ("sequential", "parallel")
@@ -412,23 +412,3 @@ def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before
         node.natural = tuple(a + part * (b - a) for a, b in zip(before, after))
     node.natural = before
     return 0.0
-
-
-class ProgressLine:
-    """A progress line, written to stderr for operations that take more than two seconds."""
-
-    def __init__(self, enabled: bool | None, steps: int) -> None:
-        import time
-
-        self.enabled = sys.stderr.isatty() if enabled is None else enabled
-        self.steps, self.clock, self.last, self.written = steps, time.monotonic, time.monotonic() + 2, False
-
-    def update(self, count: int, bound: float | None) -> None:
-        if self.enabled and self.clock() > self.last:
-            words = "" if bound is None else f", bound {bound:.6g}"
-            print(f"\r  step {count}/{self.steps}{words} ", end="", file=sys.stderr, flush=True)
-            self.last, self.written = self.clock() + 0.2, True
-
-    def close(self) -> None:
-        if self.written:
-            print(file=sys.stderr)

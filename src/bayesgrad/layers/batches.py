@@ -8,6 +8,7 @@ returns one tensor, which everything else expects.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,3 +153,27 @@ def with_progress(loader: Iterable, progress: bool | None, title: str) -> Iterab
         return loader
     total = len(loader) if hasattr(loader, "__len__") else None  # pyright: ignore[reportArgumentType]
     return track(loader, title, total=total, console=Console(stderr=True), transient=True)
+
+
+class ProgressLine:
+    """A progress line, written to stderr for operations that take more than two seconds.
+
+    Args:
+        enabled: whether to write it; None writes it in a terminal.
+        steps: the number of steps.
+        value: what `update` shows beside the number of steps that were taken.
+    """
+
+    def __init__(self, enabled: bool | None, steps: int, value: str = "bound") -> None:
+        self.enabled = sys.stderr.isatty() if enabled is None else enabled
+        self.steps, self.value, self.last, self.written = steps, value, time.monotonic() + 2, False
+
+    def update(self, count: int, value: float | None) -> None:
+        if self.enabled and time.monotonic() > self.last:
+            words = "" if value is None else f", {self.value} {value:.6g}"
+            print(f"\r  step {count}/{self.steps}{words} ", end="", file=sys.stderr, flush=True)
+            self.last, self.written = time.monotonic() + 0.2, True
+
+    def close(self) -> None:
+        if self.written:
+            print(file=sys.stderr)

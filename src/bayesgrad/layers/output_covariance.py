@@ -208,7 +208,7 @@ class BlockCovariance:
     def form(self) -> BilinearForm | None:
         return self.belief.precision.bilinear_form()
 
-    def _has_factors(self, jacobian: Jacobian, count: int) -> bool:
+    def has_factors(self, jacobian: Jacobian, count: int) -> bool:
         """Whether inputs and errors suffice, and no rows need be written."""
         weight, *bias = (jacobian[name] for name in self.names)
         if self.form is None or any(not isinstance(part, StoredGradients) for part in bias) or len(bias) > 1:
@@ -218,14 +218,14 @@ class BlockCovariance:
         return _shares_inputs(weight, count)
 
     def workspace(self, jacobian: Jacobian, count: int) -> int:
-        return 0 if self._has_factors(jacobian, count) else self.belief.mean.numel()
+        return 0 if self.has_factors(jacobian, count) else self.belief.mean.numel()
 
     def covariance(self, one: Jacobian, other: Jacobian, count: int, joint: bool) -> Tensor:
-        if self.form is None or not self._has_factors(one, count):
+        if self.form is None or not self.has_factors(one, count):
             return self._from_rows(one, other, count, joint)
         first, second = ([jacobian[name] for name in self.names] for jacobian in (one, other))
         if isinstance(first[0], EmbeddingGradients):
-            return _of_lookups(first[0], second[0], self.form, joint)  # pyright: ignore[reportArgumentType]
+            return of_lookups(first[0], second[0], self.form, joint)  # pyright: ignore[reportArgumentType]
         sides = Sides.of(first)
         return _of_layers(sides, sides if other is one else Sides.of(second), self.form, joint)
 
@@ -234,8 +234,8 @@ class BlockCovariance:
         step = max(1, CHUNK // max(1, self.belief.mean.numel() * (one[self.names[0]].count // count)))
         for start in range(0, count, step):
             chosen = slice(start, min(start + step, count))
-            left = self._rows(one, count, chosen)
-            right = left if other is one else self._rows(other, count, chosen)
+            left = self.rows(one, count, chosen)
+            right = left if other is one else self.rows(other, count, chosen)
             if isinstance(precision, LowRank | Rescaled):
                 solved = torch.stack([precision.solve(row) for row in left.flatten(0, 1)])
             else:
@@ -243,7 +243,7 @@ class BlockCovariance:
             found.append(_inner(solved.view(*left.shape[:2], -1), right.reshape(*right.shape[:2], -1), joint))
         return torch.cat(found)
 
-    def _rows(self, jacobian: Jacobian, count: int, chosen: slice) -> Tensor:
+    def rows(self, jacobian: Jacobian, count: int, chosen: slice) -> Tensor:
         """(examples, outputs, *shape of the block)."""
         written = {name: jacobian[name].of_examples(count, chosen).rows() for name in self.names}
         rows = self.belief.join(written) if isinstance(self.belief, Joint) else written[self.name]
@@ -367,7 +367,7 @@ def _through(K: Tensor, one: Tensor, other: Tensor, joint: bool) -> Tensor:
     return _inner(moved.flatten(3), other.flatten(3), joint).sum(0)
 
 
-def _of_lookups(one: EmbeddingGradients, other: EmbeddingGradients, form: BilinearForm, joint: bool) -> Tensor:
+def of_lookups(one: EmbeddingGradients, other: EmbeddingGradients, form: BilinearForm, joint: bool) -> Tensor:
     """Positions with the same row of the table add up before they are multiplied."""
     x, (size, features) = one.indices, one.shape
     _, columns, variance = form.like(one.errors, (1, size, features))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.data_shards import DataShard, data_of
-from bayesgrad.layers.batches import split_batch
+from bayesgrad.layers.batches import Inputs, ProgressLine, split_batch
 from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
-from bayesgrad.likelihoods import Likelihood, named
+from bayesgrad.likelihoods import Gaussian, Likelihood, named
 from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.posterior.heldout import VarianceTable
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
+from bayesgrad.predictions import Interval
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
+TOO_NOISY = 2  # times the root-mean-square error
 COLUMNS = "columns"  # of the parameters of a block, in files; no structure has this kind
 
 
@@ -37,6 +41,11 @@ class Fit:
     loss: float
     outputs: float
     power: int = 0
+
+    @property
+    def rmse(self) -> float:
+        """The root-mean-square error, of a likelihood with noise."""
+        return math.sqrt(2 * self.loss / self.outputs)
 
     def log_likelihood(self, noise_variance: Tensor) -> Tensor:
         if not self.power:
@@ -68,6 +77,9 @@ class LaplacePosterior(GaussianPosterior):
         noise_known: whether the noise was given; else `tune_prior` tunes it.
         model, seed: see `Posterior`.
 
+    Attributes:
+        noise_chosen: whether the noise was given or tuned; else it is 1, of which `interval` warns.
+
     Reference: Benzing 2021, appendix A.1; MacKay, 1992, for the evidence.
     Checked by: tests/equations/test_laplace.py.
     """
@@ -90,10 +102,11 @@ class LaplacePosterior(GaussianPosterior):
         seed: int = 0,
     ) -> None:
         super().__init__({}, model, seed=seed)
-        self.noise_known = noise_known
+        self.noise_known = self.noise_chosen = noise_known
+        self._warned = False  # of noise that was not chosen
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
-        self.set_prior(prior_precision, noise_scale, temperature)
+        self._set(prior_precision, noise_scale, temperature)
 
     def set_prior(
         self,
@@ -102,8 +115,12 @@ class LaplacePosterior(GaussianPosterior):
         temperature: float | None = None,
     ) -> LaplacePosterior:
         """Changes the prior, and optionally noise and temperature, in place. Mean and Hessians stay the same."""
-        noise_scale = self.noise_scale if noise_scale is None else noise_scale
-        temperature = self.temperature if temperature is None else temperature
+        given = self.noise_scale if noise_scale is None else noise_scale
+        self._set(prior_precision, given, self.temperature if temperature is None else temperature)
+        self.noise_chosen |= noise_scale is not None
+        return self
+
+    def _set(self, prior_precision: float | Mapping[str, float], noise_scale: float, temperature: float) -> None:
         prior = check_prior(prior_precision, noise_scale, self._weights, temperature)
         prior = {name: value / temperature for name, value in prior.items()}
         scale = (float(noise_scale) ** 2) ** -self.fit.power / temperature
@@ -113,7 +130,6 @@ class LaplacePosterior(GaussianPosterior):
         self._covariances = [
             h.output_covariance(belief, prior, scale) for h, belief in zip(self.hessians, beliefs.values(), strict=True)
         ]
-        return self
 
     def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parted = super()._by_parameter(values)
@@ -149,6 +165,7 @@ class LaplacePosterior(GaussianPosterior):
         noise_scale: bool | None = None,
         temperature: bool = False,
         steps: int = 100,
+        progress: bool | None = None,
     ) -> LaplacePosterior:
         """Sets the prior precision that maximises the evidence, or the log-density of held-out labels.
 
@@ -162,7 +179,11 @@ class LaplacePosterior(GaussianPosterior):
                 as for `bayesgrad.laplace`, in which case all processes call this.
             noise_scale: whether to tune the standard deviation of the data as well; None for whether it was not given.
             temperature: whether to tune the temperature as well; needs `method="heldout"`.
-            steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels.
+            steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels. All evaluations cost a
+                few linearised predictions if one eigenbasis serves all priors (`"diag"`, `"kron"` and `"input"`, up to
+                a million weights), and one each otherwise.
+            progress: of `method="heldout"`: whether to print a progress line; None prints one in a terminal, after two
+                seconds.
         """
         for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
             if value not in known:
@@ -183,7 +204,6 @@ class LaplacePosterior(GaussianPosterior):
         }[per]
         groups = {key(name): value for name, value in prior_by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
-        kept = self.prior_precision, self.noise_scale, self.temperature
         start = [*groups.values(), *[float(self.noise_scale) ** 2] * noise_scale, *[self.temperature] * temperature]
 
         def read(values: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -198,22 +218,76 @@ class LaplacePosterior(GaussianPosterior):
                 lambda values: self.log_marginal_likelihood(*read(values.unbind())[:2]) / size, start, steps
             )
         else:
-            data = data_of("tune_prior", () if heldout is None else heldout, None)
-            with data.together():
-                batches = list(data)
-                if not batches:
-                    raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
-            try:
-                found = maximise_by_search(
-                    lambda values: self.set_prior(*read(values))._log_density(batches, data), start, steps
-                )
-            finally:
-                self.set_prior(*kept)
+            members = [[h for h in self.hessians if {key(name) for name in h.shapes} == {group}] for group in groups]
+            found = self._search(() if heldout is None else heldout, members, read, start, steps, progress)
         if not all(1e-20 < value < 1e20 for value in found):
             raise ValueError(
                 f"tune_prior found no optimum: the search diverged to prior_precision={found[: len(groups)]}."
             )
-        return self.set_prior(*read(found))
+        self._set(*read(found))
+        self.noise_chosen |= noise_scale
+        if noise_scale and method == "evidence" and self.noise_scale > TOO_NOISY * self.fit.rmse:
+            warnings.warn(
+                f"tune_prior found a noise of {self.noise_scale:.4g}, more than {TOO_NOISY} times the root-mean-square "
+                f"error on the data of laplace(), {self.fit.rmse:.4g}: the evidence of this structure may not suit the "
+                "network, and intervals may be far too wide; use tune_prior(method='heldout', heldout=...).",
+                stacklevel=2,
+            )
+        return self
+
+    @torch.no_grad()
+    def _search(
+        self,
+        heldout: Iterable,
+        members: Sequence[Sequence[Structure]],
+        read: Callable[[Sequence[float]], tuple[Any, float, float]],
+        start: Sequence[float],
+        steps: int,
+        progress: bool | None,
+    ) -> list[float]:
+        """The values that maximise the log-density of held-out labels.
+
+        Args:
+            members: the blocks of each group of parameters with one prior precision, which come first in the values.
+            read: prior, noise and temperature from values.
+        """
+        data, kept = data_of("tune_prior", heldout, None), (self.prior_precision, self.noise_scale, self.temperature)
+        model = unwrap(self._model(None))
+        with data.together(), evaluation_mode(model):
+            batches = list(data)
+            if not batches:
+                raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
+            pairs = [(self._network(x, None, 1, None), y) for x, y in map(split_batch, batches)]
+            beliefs = dict(zip(map(id, self.hessians), self.beliefs.values(), strict=True))
+            groups = [[(hessian, beliefs[id(hessian)]) for hessian in group] for group in members]
+            table = VarianceTable(groups, pairs, self._centre(pairs[0][0]), progress)
+            tabulated = sum(map(len, members)) == len(self.hessians) and table.fits()
+        line, count = ProgressLine(progress, steps, "log-density"), 0
+
+        def density(values: list[float]) -> float:
+            nonlocal count
+            prior, noise, temperature = read(values)
+            if not tabulated:
+                self._set(prior, noise, temperature)
+                found = self._log_density(batches, data)
+            else:
+                check_prior(prior, noise, self._weights, temperature)
+                self.noise_scale = noise
+                unit = noise ** (2 * self.fit.power)
+                ratios = [unit * value for value in values[: len(members)]]
+                with data.together(), evaluation_mode(model):
+                    sums = table.log_density(self._reading(), ratios, unit * temperature)
+                total, examples = data.total(sums, next(model.parameters()).device)
+                found = total / examples
+            count += 1
+            line.update(count, found)
+            return found
+
+        try:
+            return maximise_by_search(density, start, steps)
+        finally:
+            line.close()
+            self._set(*kept)
 
     @torch.no_grad()
     def _log_density(self, batches: Sequence[Any], data: DataShard | None = None) -> float:
@@ -229,14 +303,31 @@ class LaplacePosterior(GaussianPosterior):
         total, count = data.total([total, count], next(network.parameters()).device)
         return total / count
 
+    def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
+        if not (self.noise_chosen or self._warned) and options.get("likelihood", self.likelihood) in (
+            None,
+            Gaussian.kind,
+        ):
+            self._warned = True
+            warnings.warn(
+                "the noise of the data was neither given nor tuned, so the interval is for a standard deviation of "
+                f"{self.noise_scale:.4g}: call tune_prior(), or pass noise_scale= to laplace().",
+                stacklevel=2,
+            )
+        return super().interval(x, level, **options)
+
     def _summary(self) -> dict[str, Any]:
         structures = dict.fromkeys(getattr(h, "name", h.kind) for h in self.hessians)
         prior = self.prior_precision
-        if isinstance(prior, Mapping):
-            prior = f"{min(prior.values()):.4g} to {max(prior.values()):.4g}"
+        ends = (min(prior.values()), max(prior.values())) if isinstance(prior, Mapping) else (prior,)
         parts = {key: value for key, value in super()._summary().items() if key != "precision"}
         noise = {"noise_scale": f"{self.noise_scale:.4g}"} if self.fit.power else {}
-        own = {"structure": "+".join(structures), **parts, "prior_precision": prior, **noise}
+        own = {
+            "structure": "+".join(structures),
+            **parts,
+            "prior_precision": " to ".join(f"{end:.4g}" for end in ends),
+            **noise,
+        }
         return own | {"temperature": self.temperature}
 
     # --- storage ---
@@ -245,6 +336,7 @@ class LaplacePosterior(GaussianPosterior):
         prior = prior_by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
         numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature, "noise_known": self.noise_known}
+        numbers["noise_chosen"] = self.noise_chosen
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -270,7 +362,7 @@ class LaplacePosterior(GaussianPosterior):
             shapes = {name: means[name].shape for name in tensors[f"{COLUMNS} of {owner}"]}
             hessians.append(Structure.by_kind[kind].restored(shapes, parts))
         prior = {name: float(value) for name, value in tensors["prior"].items()}
-        return cls(
+        found = cls(
             hessians,
             means,
             Fit(numbers["loss"], numbers["outputs"], int(numbers["power"])),
@@ -281,3 +373,5 @@ class LaplacePosterior(GaussianPosterior):
             noise_known=bool(numbers.get("noise_known", 1.0)),
             model=model,
         )
+        found.noise_chosen = bool(numbers.get("noise_chosen", 1.0))
+        return found

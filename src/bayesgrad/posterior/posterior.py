@@ -203,7 +203,7 @@ class Posterior(WeightDistribution):
         | `"entropy"` | the entropy of the predicted probabilities |
         | `"max_probability"` | 1 - the probability of the most probable class |
 
-        Of several outputs or positions it is the mean. `metrics.auroc(known, unknown)` compares the scores of two data
+        Of several outputs or positions it is the mean. `metrics.auroc(inside, outside)` compares the scores of two data
         sets.
 
         Args:
