@@ -160,6 +160,17 @@ def test_refusals_of_samplers() -> None:
         sampler.posterior(model)
 
 
+@pytest.mark.parametrize("correction", ["flat", "jeffreys"])
+def test_kronecker_corrections_of_layers_with_one_weight_are_refused(correction: str) -> None:
+    """The factors are sums over both layers, of which the correction read the first."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    options = {"metric": "kronecker", "damping": 0.1, "correction": correction}
+    with pytest.raises(ValueError, match=r"layers '0', '2' have the same weight: .* Use metric='fisher' or 'diagonal'"):
+        run(model, Langevin(model, num_data=20, **options), 1)
+    run(model, Langevin(model, num_data=20, **{**options, "metric": "diagonal"}), 1)
+
+
 def test_parameters_without_gradient_are_left_alone_also_by_noise() -> None:
     for metric in ("identity", "diagonal", "kronecker", "fisher"):
         model = network()
