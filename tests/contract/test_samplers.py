@@ -282,6 +282,36 @@ def test_new_weights_get_a_metric_before_the_next_update(metric: str, added: boo
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker", "fisher"])
+def test_weights_that_are_added_before_others_leave_their_moving_average(metric: str) -> None:
+    """The number of updates, by which the average is debiased, is in the state of the model's first parameter."""
+    states = []
+    for added in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        options: dict[str, Any] = {"metric": metric, "temperature": 0.0, "limit_step": False, "ema": 0.9}
+        sampler = Langevin(model, lr=0.01, num_data=60, params=model[2].parameters(), **options)
+        for index in range(6):
+            if added and index == 3:
+                sampler.add_param_group({"params": list(model[0].parameters())})
+            outputs = model(torch.randn(16, 4).double())
+            sampler.zero_grad()
+            sampler.observe(outputs)
+            nn.functional.cross_entropy(outputs, torch.randint(3, (16,))).backward()
+            model[0].weight.grad = model[0].bias.grad = None
+            sampler.step()
+        first = model[0 if added else 2].weight
+        assert sampler.state[first]["clock"][0] == 6
+        assert [p.shape for p in sampler.state if "clock" in sampler.state[p]] == [first.shape]
+        if metric == "fisher":  # one matrix, whose size has changed
+            assert [p.shape for p in sampler.state if "fisher" in sampler.state[p]] == [first.shape]
+        else:
+            own = (sampler.state[p] for p in model[2].parameters())
+            states.append([entry[name] for entry in own for name in sorted(set(entry) - {"clock"})])
+    for alone, beside in zip(*states) if states else ():
+        torch.testing.assert_close(beside, alone, rtol=1e-12, atol=1e-14)
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
