@@ -171,6 +171,41 @@ def test_kronecker_corrections_of_layers_with_one_weight_are_refused(correction:
     run(model, Langevin(model, num_data=20, **{**options, "metric": "diagonal"}), 1)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.inner, self.head = nn.GRU(3, 2, batch_first=True), nn.Linear(2, 2)
+        self.gated = gated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.inner(x[:, None])[0][:, -1]
+        return nn.functional.glu(torch.cat([last, self.head(last)], -1)) if self.gated else self.head(last)
+
+
+@pytest.mark.parametrize(
+    ("metric", "gated", "words"),
+    [
+        (
+            "diagonal",
+            False,
+            r"which fails here, as with recurrent layers \(.*\): use metric='fisher'",
+        ),
+        (
+            "fisher",
+            True,
+            r"torch lacks one for this model \(.*glu_jvp.*\): replace the operation, or use correction=None",
+        ),
+    ],
+)
+def test_corrections_that_torch_cannot_compute_are_refused(metric: str, gated: bool, words: str) -> None:
+    model = Recurrent(gated)
+    sampler = Langevin(model, num_data=20, metric=metric, correction="flat")
+    with pytest.raises(ValueError, match=words):
+        run(model, sampler, 1)
+    if metric == "diagonal":
+        run(model, Langevin(model, num_data=20, metric="fisher", correction="flat"), 1)
+
+
 def test_parameters_without_gradient_are_left_alone_also_by_noise() -> None:
     for metric in ("identity", "diagonal", "kronecker", "fisher"):
         model = network()

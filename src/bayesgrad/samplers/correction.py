@@ -97,7 +97,15 @@ class Batch:
         def alone(flat: Tensor, *example: Tensor) -> Tensor:
             return functional_call(self.model, self.weights(flat), tuple(x[None] for x in example), self.kwargs)[0]
 
-        slopes = vmap(jacrev(alone), in_dims=(None, *[0] * len(self.args)))(flat, *self.args)  # (N, *outputs, n)
+        try:
+            slopes = vmap(jacrev(alone), in_dims=(None, *[0] * len(self.args)))(flat, *self.args)  # (N, *outputs, n)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                "corrections of metric='diagonal' run the model on one example under torch.func.vmap, which fails "
+                f"here, as with recurrent layers ({_first(error)}): use metric='fisher', or correction=None."
+            ) from error
         outputs = self.outputs(flat)
         curved = vmap(lambda v: self.hessian(outputs, v), in_dims=-1, out_dims=-1)(slopes)
         return (slopes * curved).flatten(0, -2).sum(0)
@@ -112,8 +120,19 @@ def _differentiable() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.autograd.forward_ad._maybe_load_decompositions()
-    with ElementaryNorms():
-        yield
+    try:
+        with ElementaryNorms():
+            yield
+    except NotImplementedError as error:
+        raise ValueError(
+            f"corrections need higher derivatives, and torch lacks one for this model ({_first(error)}): replace the "
+            "operation, or use correction=None."
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    """The first sentence of an error."""
+    return str(error).split("\n")[0].split(". ")[0].rstrip(".")
 
 
 @_differentiable()
