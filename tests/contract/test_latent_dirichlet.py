@@ -134,6 +134,7 @@ def test_top_words_and_names() -> None:
     found = model.top_words("abcdefgh", 4)
     assert sorted(found) == [list("abcd"), list("efgh")]
     assert sorted(model.top_words(n=2)) == [[0, 1], [4, 5]]
+    assert model.top_words() == model.top_words(n=8)
     assert model.get_feature_names_out().tolist() == ["latentdirichlet0", "latentdirichlet1"]
     assert model.transform(rows, normalize=False).sum(1) == pytest.approx(np.full(10, 10 + 2 / 2))
 
@@ -160,6 +161,8 @@ REFUSED = [
     (LatentDirichlet(), 0 * X, "X contains no words: every count is zero"),
     (LatentDirichlet(0), X, "n_components must be a positive integer, got 0"),
     (LatentDirichlet(method="em"), X, "method must be one of 'svi', 'batch', got 'em'"),
+    (LatentDirichlet(method="online"), X, "got 'online': the online method of scikit-learn is called 'svi' here"),
+    (LatentDirichlet(), ["some text"], r"counts of words, \(D, V\), got text: .*CountVectorizer first"),
     (LatentDirichlet(doc_topic_prior=0.0), X, "doc_topic_prior must be a positive number, got 0.0"),
     (LatentDirichlet(topic_word_prior=-1.0), X, "topic_word_prior must be a positive number, got -1.0"),
     (LatentDirichlet(doc_topic_prior=[0.1, 0.2]), X, r"doc_topic_prior must be a positive number, got \[0.1, 0.2\]"),

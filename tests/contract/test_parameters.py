@@ -121,3 +121,21 @@ def test_views_of_one_memory_without_a_common_element_are_parameters() -> None:
     assert all(torch.equal(p, q) for p, q in zip(params, alone))
     with pytest.raises(ValueError, match="share memory"):
         optim.AdaBayesFP([nn.Parameter(memory[8::2]), nn.Parameter(memory[9:11])])
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_layers_that_are_added_late_have_a_fisher_matrix_at_once(first: int) -> None:
+    """They were trained as parameters without one until the next update, if they came after the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = optim.NaturalGradient(model, lr=1e-3, params=model[first].parameters(), update_every=10)
+    for index in range(26):
+        if index == 24:
+            optimizer.add_param_group({"params": list(model[2 - first].parameters())})
+        outputs = model(torch.randn(16, 4).double())
+        optimizer.zero_grad()
+        optimizer.observe(outputs)
+        torch.nn.functional.cross_entropy(outputs, torch.randint(3, (16,))).backward()
+        optimizer.step()
+    assert int(optimizer.state[model[0].weight]["clock"][1]) == 25
+    assert all("moment" not in entry for entry in optimizer.state.values())

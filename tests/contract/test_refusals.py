@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bayesgrad import optim, samplers
 from cases import Case, backward, drawn, elementwise_case, every_case, same, small_model, states, train, weights
 
 
@@ -133,3 +134,22 @@ def test_empty_gradients_and_large_ones_are_finite(case: Case) -> None:
             p.grad = torch.full_like(p, 3e38)
     optimizer.step()
     assert all(bool(torch.isfinite(value).all()) for value in (*weights(model).values(), *states(optimizer).values()))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (optim.DenseFilter, {"batch_size": 8}),
+        (samplers.Langevin, {"num_data": 8}),
+        (samplers.SNGD, {"num_data": 80, "batch_size": 4}),
+    ],
+    ids=["DenseFilter", "Langevin", "SNGD"],
+)
+def test_a_step_for_an_empty_batch_alone_is_refused_as_such(make: type, options: dict[str, int]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = make(model, **options)
+    outputs = model(torch.zeros(0, 3))
+    optimizer.observe(outputs)
+    outputs.sum().backward()
+    with pytest.raises(RuntimeError, match=r"before step\(\), and take no step for an empty batch\. "):
+        optimizer.step()

@@ -160,6 +160,52 @@ def test_refusals_of_samplers() -> None:
         sampler.posterior(model)
 
 
+@pytest.mark.parametrize("correction", ["flat", "jeffreys"])
+def test_kronecker_corrections_of_layers_with_one_weight_are_refused(correction: str) -> None:
+    """The factors are sums over both layers, of which the correction read the first."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    options = {"metric": "kronecker", "damping": 0.1, "correction": correction}
+    with pytest.raises(ValueError, match=r"layers '0', '2' have the same weight: .* Use metric='fisher' or 'diagonal'"):
+        run(model, Langevin(model, num_data=20, **options), 1)
+    run(model, Langevin(model, num_data=20, **{**options, "metric": "diagonal"}), 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.inner, self.head = nn.GRU(3, 2, batch_first=True), nn.Linear(2, 2)
+        self.gated = gated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.inner(x[:, None])[0][:, -1]
+        return nn.functional.glu(torch.cat([last, self.head(last)], -1)) if self.gated else self.head(last)
+
+
+@pytest.mark.parametrize(
+    ("metric", "gated", "words"),
+    [
+        (
+            "diagonal",
+            False,
+            r"which fails here, as with recurrent layers \(.*\): use metric='fisher'",
+        ),
+        (
+            "fisher",
+            True,
+            r"torch lacks one for this model \(.*glu_jvp.*\): replace the operation, or use correction=None",
+        ),
+    ],
+)
+def test_corrections_that_torch_cannot_compute_are_refused(metric: str, gated: bool, words: str) -> None:
+    model = Recurrent(gated)
+    sampler = Langevin(model, num_data=20, metric=metric, correction="flat")
+    with pytest.raises(ValueError, match=words):
+        run(model, sampler, 1)
+    if metric == "diagonal":
+        run(model, Langevin(model, num_data=20, metric="fisher", correction="flat"), 1)
+
+
 def test_parameters_without_gradient_are_left_alone_also_by_noise() -> None:
     for metric in ("identity", "diagonal", "kronecker", "fisher"):
         model = network()
@@ -269,6 +315,36 @@ def test_new_weights_get_a_metric_before_the_next_update(metric: str, added: boo
             one.step()
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker", "fisher"])
+def test_weights_that_are_added_before_others_leave_their_moving_average(metric: str) -> None:
+    """The number of updates, by which the average is debiased, is in the state of the model's first parameter."""
+    states = []
+    for added in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        options: dict[str, Any] = {"metric": metric, "temperature": 0.0, "limit_step": False, "ema": 0.9}
+        sampler = Langevin(model, lr=0.01, num_data=60, params=model[2].parameters(), **options)
+        for index in range(6):
+            if added and index == 3:
+                sampler.add_param_group({"params": list(model[0].parameters())})
+            outputs = model(torch.randn(16, 4).double())
+            sampler.zero_grad()
+            sampler.observe(outputs)
+            nn.functional.cross_entropy(outputs, torch.randint(3, (16,))).backward()
+            model[0].weight.grad = model[0].bias.grad = None
+            sampler.step()
+        first = model[0 if added else 2].weight
+        assert sampler.state[first]["clock"][0] == 6
+        assert [p.shape for p in sampler.state if "clock" in sampler.state[p]] == [first.shape]
+        if metric == "fisher":  # one matrix, whose size has changed
+            assert [p.shape for p in sampler.state if "fisher" in sampler.state[p]] == [first.shape]
+        else:
+            own = (sampler.state[p] for p in model[2].parameters())
+            states.append([entry[name] for entry in own for name in sorted(set(entry) - {"clock"})])
+    for alone, beside in zip(*states) if states else ():
+        torch.testing.assert_close(beside, alone, rtol=1e-12, atol=1e-14)
 
 
 class TwoHeads(nn.Module):

@@ -284,6 +284,63 @@ def corrections(sampler: Langevin, problem: Problem, name: str) -> torch.Tensor:
     return change
 
 
+class WrittenOut(nn.Module):
+    """A norm over all features of an example, as a formula."""
+
+    def __init__(self, width: int, affine: bool) -> None:
+        super().__init__()
+        if affine:
+            self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.affine = affine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        x = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x * self.weight + self.bias if self.affine else x
+
+
+class InstanceNorm(nn.Module):
+    """The same by an instance norm of one channel."""
+
+    def __init__(self, width: int, affine: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.InstanceNorm1d(1), WrittenOut(width, affine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x[:, None])[:, 0]
+        return x * self.outer.weight + self.outer.bias if self.outer.affine else x
+
+
+NORMS = {
+    "written out": WrittenOut,
+    "layer": lambda width, affine: nn.LayerNorm(width, elementwise_affine=affine),
+    "group": lambda width, affine: nn.GroupNorm(1, width, affine=affine),
+    "instance": InstanceNorm,
+}
+
+
+@pytest.mark.parametrize("metric", ["fisher", "empirical", "diagonal", "kronecker"])
+@pytest.mark.parametrize("correction", ["flat", "jeffreys"])
+def test_corrections_of_norms_are_those_of_their_formula(metric: str, correction: str) -> None:
+    """Second derivatives of layer_norm and instance_norm by torch are wrong in forward mode."""
+    x = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    changes = {}
+    for name, norm in NORMS.items():
+        torch.manual_seed(0)
+        layers = nn.Linear(2, 3), norm(3, metric != "kronecker"), nn.Tanh(), nn.Linear(3, 2)
+        model = nn.Sequential(*layers).double()
+        settings = {"damping": DAMPING, "limit_step": False, "temperature": 1.0, "seed": 0}
+        sampler = Langevin(model, 0.1, num_data=5, metric=metric, correction=correction, **settings)
+        sampler.observe(model(x), labels=torch.arange(5) % 2 if metric == "empirical" else None)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach()
+        sampler.step()
+        changes[name] = nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    for name in NORMS:
+        torch.testing.assert_close(changes[name], changes["written out"], rtol=1e-10, atol=1e-10)
+
+
 # --- arithmetic ---
 
 

@@ -134,6 +134,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return counts
 
     def _check_settings(self) -> None:
+        if self.method == "online":
+            raise ValueError(
+                "method must be one of 'svi', 'batch', got 'online': the online method of scikit-learn is called 'svi' "
+                "here."
+            )
         checks.require_one_of(self, method=METHODS)
         checks.require_positive_integer(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
         checks.require_non_negative(mean_change_tol=self.mean_change_tol)
@@ -154,7 +159,15 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         """
         sparse = isinstance(X, Tensor) and X.layout != torch.strided
         plain: Any = Counts.read(X).matrix if sparse else checks.as_numpy(X)
-        matrix = Counts.read(self._validated(plain, reset=reset, accept_sparse="csr")).matrix
+        try:
+            matrix = Counts.read(self._validated(plain, reset=reset, accept_sparse="csr")).matrix
+        except ValueError as error:
+            if "could not convert string to float" not in str(error):
+                raise
+            raise ValueError(
+                "X must be counts of words, (D, V), got text: count words with "
+                "sklearn.feature_extraction.text.CountVectorizer first."
+            ) from error
         count = len(np.diff(matrix.indptr))
         if not np.isfinite(matrix.data).all():
             wrong = len(np.unique(matrix.nonzero()[0][~np.isfinite(matrix.data)]))
@@ -250,13 +263,15 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         counts, factor = self._inferred(X)
         return math.exp(-float(factor.bounds.sum()) / counts.words)
 
-    def top_words(self, vocabulary: Sequence[str] | None = None, n: int = 10) -> list[list[Any]]:
+    def top_words(self, vocabulary: Sequence[str] | None = None, n: int | None = None) -> list[list[Any]]:
         """The n most probable words of each topic.
 
         Args:
             vocabulary: the word of each column of X; None for `feature_names_in_`, or the column numbers.
+            n: None for 10, or for all words if there are fewer.
         """
         check_is_fitted(self, "components_")
+        n = min(10, self.n_features_in_) if n is None else n
         if not 1 <= n <= self.n_features_in_:
             raise ValueError(f"n must be between 1 and {self.n_features_in_}, got {n!r}.")
         columns = getattr(self, "feature_names_in_", range(self.n_features_in_))

@@ -39,7 +39,8 @@ class DenseFilter(BeliefOptimizer):
     as 1/t.
 
     Any other drift is given by `transition=(A, Q)`, which does not depend on lr. For n weights, matrices of size k n
-    describe (k - 1) n latent values (such as momentum) after the weights. They have no gradient and start at zero.
+    describe (k - 1) n latent values (such as momentum) after the weights. They have no gradient, start at zero
+    and do not decay: 1 - eta lambda multiplies the weights alone.
 
     The state is float64 for weights of any dtype. Sigma_post is a difference, which in float32 loses its sign if the
     precision of a batch is 1e6 times that of the prior (float64: 1e13).

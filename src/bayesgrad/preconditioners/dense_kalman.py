@@ -130,7 +130,7 @@ class DenseKalman(NetworkPreconditioner):
         group = self.optimizer.param_groups[0]
         if not self.observed:
             raise self.recorded.missing_observation(
-                "observe() was not called since the last step",
+                "nothing was observed since the last step",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
         parts, counts, losses = zip(*self.observed)

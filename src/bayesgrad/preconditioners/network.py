@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class NetworkPreconditioner(Preconditioner):
     """
 
     on_cpu = ("clock",)
+    params: Sequence[Tensor] = ()
 
     @abstractmethod
     def record(self, optimizer: Host) -> RecordedLayers:
@@ -30,8 +32,20 @@ class NetworkPreconditioner(Preconditioner):
         super().bind(optimizer)
         self.close()
         self.recorded = self.record(self.optimizer)
-        self.params = self.recorded.in_model_order()
+        known, self.params = len(self.params), self.recorded.in_model_order()
+        self._keep_clock(added=0 < known < len(self.params))
         self.forget(observed=True)
+
+    def _keep_clock(self, added: bool) -> None:
+        """Moves the clock to the first parameter, which may be one that was added; then an update is due."""
+        state = self.optimizer.state
+        holder = next((p for p in self.params if "clock" in state.get(p, {})), None)
+        if holder is None:
+            return
+        if holder is not self.params[0]:
+            state[self.params[0]]["clock"] = state[holder].pop("clock")
+        if added:
+            state[self.params[0]]["clock"][MERGED] = 0
 
     def covers(self, p: Tensor) -> bool:
         return True

@@ -29,7 +29,8 @@ Checked by: tests/equations/test_samplers.py, which tests that the flux of the s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 
 from bayesgrad.layers.stateless import functional_call
 from bayesgrad.likelihoods import Likelihood
+from bayesgrad.samplers.norms import ElementaryNorms
 
 CORRECTIONS = (None, "flat", "jeffreys")
 CHUNK = 1 << 22  # elements of derivatives along several directions that are in memory at once
@@ -95,12 +97,45 @@ class Batch:
         def alone(flat: Tensor, *example: Tensor) -> Tensor:
             return functional_call(self.model, self.weights(flat), tuple(x[None] for x in example), self.kwargs)[0]
 
-        slopes = vmap(jacrev(alone), in_dims=(None, *[0] * len(self.args)))(flat, *self.args)  # (N, *outputs, n)
+        try:
+            slopes = vmap(jacrev(alone), in_dims=(None, *[0] * len(self.args)))(flat, *self.args)  # (N, *outputs, n)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                "corrections of metric='diagonal' run the model on one example under torch.func.vmap, which fails "
+                f"here, as with recurrent layers ({_first(error)}): use metric='fisher', or correction=None."
+            ) from error
         outputs = self.outputs(flat)
         curved = vmap(lambda v: self.hessian(outputs, v), in_dims=-1, out_dims=-1)(slopes)
         return (slopes * curved).flatten(0, -2).sum(0)
 
 
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Prepares higher derivatives in forward mode, and replaces operations that have wrong ones.
+
+    The first import of what forward mode needs raises deprecation warnings of torch itself.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.autograd.forward_ad._maybe_load_decompositions()
+    try:
+        with ElementaryNorms():
+            yield
+    except NotImplementedError as error:
+        raise ValueError(
+            f"corrections need higher derivatives, and torch lacks one for this model ({_first(error)}): replace the "
+            "operation, or use correction=None."
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    """The first sentence of an error."""
+    return str(error).split("\n")[0].split(". ")[0].rstrip(".")
+
+
+@_differentiable()
 def gauss_newton_drift(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind: str, linear: bool) -> Tensor:
     """-u ("flat") or -u + t/2 ("jeffreys") of (1/N) Σ J'H J over all examples.
 
@@ -109,7 +144,6 @@ def gauss_newton_drift(batches: Sequence[Batch], weights: Tensor, roots: Tensor,
         roots: the columns r of R, (columns, n).
         linear: whether the outputs are linear in the weights.
     """
-    _preload_forward_ad()
     total = torch.zeros_like(weights)
     for batch in batches:
         outputs, pull = vjp(batch.outputs, weights)  # pyright: ignore[reportAssignmentType]
@@ -145,6 +179,7 @@ def _inner(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     return (a * b).sum(dims, keepdim=True) if dims else a * b
 
 
+@_differentiable()
 def drift_by_autodiff(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
     """-u ("flat") or -u + t/2 ("jeffreys") of any metric, by its product (w, z) -> G(w) z.
 
@@ -156,7 +191,6 @@ def drift_by_autodiff(product: Callable[[Tensor, Tensor], Tensor], weights: Tens
     def along(root: Tensor) -> Tensor:
         return jvp(lambda w: product(w, root), (weights,), (root,))[1]
 
-    _preload_forward_ad()
     total = -vmap(along)(roots).sum(0)
     if kind == "jeffreys":
         total = total + grad(lambda w: vmap(lambda r: (r * product(w, r)).sum())(roots).sum())(weights) / 2
@@ -169,10 +203,3 @@ def is_linear(model: nn.Module) -> bool:
     plain = all(type(module) in (nn.Linear, nn.Flatten, nn.Identity) for module in inner)
     whole = all(type(module) is nn.Sequential for module in model.modules() if module not in inner)
     return plain and whole and sum(type(module) is nn.Linear for module in inner) == 1
-
-
-def _preload_forward_ad() -> None:
-    """Imports what forward-mode differentiation needs; the first import raises deprecation warnings of torch itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.autograd.forward_ad._maybe_load_decompositions()

@@ -22,6 +22,12 @@ from bayesgrad.samplers.correction import Batch
 
 def factors(batches: Sequence[Batch], layers: Sequence[Layer], weights: Tensor) -> list[Tensor]:
     """A, (groups, in, in), and E, (groups, out, out), of each layer: means over examples, and positions for E."""
+    shared = [layer.names for layer in layers if len(layer.names) > 1]
+    if shared:
+        raise ValueError(
+            f"layers {', '.join(map(repr, shared[0]))} have the same weight: corrections of metric='kronecker' "
+            "support one layer with one call for each weight. Use metric='fisher' or 'diagonal', or correction=None."
+        )
     total = sum(batch.count for batch in batches)
     made = [[batch.count / total * side for side in _factors(batch, layers, weights)] for batch in batches]
     return [torch.stack(sides).sum(0) for sides in zip(*made)]

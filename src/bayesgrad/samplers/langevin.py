@@ -60,7 +60,8 @@ class Langevin(Sampler):
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (noise of standard deviation 1) or `"poisson"`, or an
             object of `bayesgrad.likelihoods`.
         fisher: `"exact"`, or `"sampled"` with one sampled label for each example.
-        ema: decay of the moving average of the metric; 0 uses the latest batch alone.
+        ema: decay of the moving average of the metric; 0 uses the latest batch alone. For `"kronecker"` A and E are
+            averaged separately, so that G is the product of their averages.
         update_every: steps between updates of metric and correction; `observe` does nothing in between.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions for classes with positions, (N, T, C).
@@ -163,7 +164,7 @@ class SNGD(Sampler):
             that of the observed outputs: of all data, of a batch that is independent of the gradients, or a moving
             average over such batches.
         damping_noise: whether noise for the damping is added to the gradient.
-        ema: decay of that average.
+        ema: decay of that average; for `"kronecker"` it is the product of separate averages of A and E.
         update_every: steps between updates of metric and correction; `observe` does nothing in between.
         seed: of noise, sampled labels and random directions. Minibatches are up to the data loader. None draws one
             from torch's global generator.

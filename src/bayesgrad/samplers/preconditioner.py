@@ -69,6 +69,8 @@ class MetricPreconditioner(NetworkPreconditioner):
                 f"correction={group['correction']!r} needs whole parameters in each process, got DTensors "
                 "(fully_shard): use DistributedDataParallel, or correction=None."
             )
+        for p in self.params[1:] if self.metric.joint else ():  # that was the first before others were added
+            self.optimizer.state.get(p, {}).pop("fisher", None)
         self.parts: tuple[Any, list[MetricBlock]] | None = None
         self.unseen = None
         self.check.reset()

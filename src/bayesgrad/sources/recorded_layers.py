@@ -230,7 +230,7 @@ class RecordedLayers:
         """The error of a step without recorded passes or observations."""
         own = self.optimizer.__class__.__name__
         return RuntimeError(
-            f"{what}: {do} of the model that was given to {own} before step(). "
+            f"{what}: {do} of the model that was given to {own} before step(), and take no step for an empty batch. "
             f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
             f"new {own}. Passes with other weights than the model's own (functional_call) are not recorded."
         )
