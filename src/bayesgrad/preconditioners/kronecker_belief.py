@@ -141,6 +141,11 @@ class KroneckerBelief(LayerBelief):
         limit = {p: group["max_factor"] for group in self.optimizer.param_groups for p in group["params"]}
         return not layer.lookup and max(layer.shape[1:]) <= limit[layer.owner]
 
+    @staticmethod
+    def stats_interval(layer: Layer, every: int) -> int:
+        """As given, also for large layers: a filter with fewer observations is another filter."""
+        return every
+
     def step_scale(self, group: Mapping[str, Any]) -> float:
         return self.unit(group) * group["batch_size"]
 

@@ -38,7 +38,6 @@ from bayesgrad.saved_state import saved_entry
 from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
-LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
 Settings = Mapping[Layer, Mapping[str, Any]]
 Entry = dict[str, Tensor]
 Found = dict[Layer, LayerStatistics]
@@ -57,7 +56,7 @@ class LayerPreconditioner(Preconditioner):
     after every further tenth, the diagonals of the averages are compared with those at the inversion, and after
     `update_every` steps at the latest, layers one after the other. Early in a run averages change fast, so averages and
     inverses are updated whenever the number of steps has doubled. A large layer with few outputs, whose statistics
-    would cost more than its gradient, is updated every 4 `stats_every` steps.
+    would cost more than its gradient, is updated every 4 `stats_every` steps if `stats_every` is more than 1.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -70,6 +69,7 @@ class LayerPreconditioner(Preconditioner):
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
     on_cpu = ("clock", "damped", "traces")
+    stats_interval = staticmethod(refresh.stats_interval)
     has_own_shape = staticmethod(refresh.is_layer_tensor)  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, fallback: str) -> None:
@@ -89,11 +89,7 @@ class LayerPreconditioner(Preconditioner):
         self.needs = Needs(outputs=self.observes)
         self.close()
         self.recorded = RecordedLayers(
-            self.optimizer,
-            self.fallback,
-            receiver=self,
-            only=weak(self.uses),
-            returned=self.reads_outputs,
+            self.optimizer, self.fallback, receiver=self, only=weak(self.uses), returned=self.reads_outputs
         )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
@@ -256,9 +252,8 @@ class LayerPreconditioner(Preconditioner):
         every, due = self.scheduled.get(layer, (0, False))
         if every != group["stats_every"]:
             every = group["stats_every"]
-            few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
-            entry = self.optimizer.state.get(layer.owner, {})
-            due = "clock" not in entry or refresh.is_due(entry, refresh.MERGED, every * (4 if few else 1))
+            entry, interval = self.optimizer.state.get(layer.owner, {}), self.stats_interval(layer, every)
+            due = "clock" not in entry or refresh.is_due(entry, refresh.MERGED, interval)
             self.scheduled[layer] = every, due
         return due
 
