@@ -30,6 +30,7 @@ from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners import refresh
+from bayesgrad.preconditioners.block_options import LAYER_OPTIONS, LayerOptions
 from bayesgrad.preconditioners.in_backward import PreconditionedGradients
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_gradients, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
@@ -83,6 +84,10 @@ class LayerPreconditioner(Preconditioner):
         """Whether this preconditioner supports a layer."""
         return True
 
+    def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of options that weight and bias of a layer must have in common."""
+        return LAYER_OPTIONS
+
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.observes = any(map(self.from_labels, optimizer.param_groups))
@@ -92,7 +97,7 @@ class LayerPreconditioner(Preconditioner):
             self.optimizer, self.fallback, receiver=self, only=weak(self.uses), returned=self.reads_outputs
         )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        self.warned: set[str] = set()  # factors that were singular
+        self.options, self.warned = LayerOptions(), set[str]()  # and the factors that were singular
         self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
         self.known_shapes: dict[Layer, dict[str, tuple[int, ...]]] = {}  # of factors, by name
         self.ready: dict[Layer, tuple[Any, Sequence[Any]]] = {}  # dtype, device and tensors of an initialised state
@@ -300,6 +305,7 @@ class LayerPreconditioner(Preconditioner):
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         recorded, before = self.recorded, self.recorded.layers
         recorded.update_trainable(in_step=True)
+        self.options.check(self.optimizer, recorded.layers, groups, self.layer_options)
         same = recorded.layers is before
         self.unfrozen = set() if same else {one.owner for one in recorded.layers} - {one.owner for one in before}
         owners = {p: group for group, params in zip(groups, active) for p in params}
