@@ -10,21 +10,24 @@ from torch import Tensor
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.parts import Preconditioner
+from bayesgrad.rules.update import OPTIONAL
 from bayesgrad.shards import any_process, gradient_of, local
 
 
 def initialise(
     optimizer: Any, group: Mapping[str, Any], params: list[Tensor], preconditioner: Preconditioner | None
 ) -> None:
-    """As `BeliefOptimizer.initialise`."""
-    # An average of the gradient that is added late in a run starts at the current gradient.
-    started = () if preconditioner else optimizer.rule.averages(group)
+    """As `BeliefOptimizer.initialise`; deletes state tensors that are not used any more, which would become old."""
+    curvature = None if preconditioner else optimizer.rule.curvature
+    started = () if curvature is None else curvature.slots  # late in a run, at the current gradient
     slots = preconditioner.rule.slots(group) if preconditioner else optimizer.slots(group, optimizer.rule)
     for p in params:
         entry = optimizer.state[p]
         if "step" not in entry:
             entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant to FakeTensorMode
         entry["step"] = entry["step"].to("cpu", torch.float32)
+        for slot in (slot for slot in OPTIONAL if slot not in slots):
+            entry.pop(slot, None)
         for slot in slots:
             if slot not in entry:
                 entry[slot] = torch.empty_like(p, dtype=compute_dtype(p.dtype))

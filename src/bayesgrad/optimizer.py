@@ -355,11 +355,12 @@ class BeliefOptimizer(CheckedOptimizer):
         layout = self._layout(groups, active, directions)
         every = [(owner, group, block) for owner, group, blocks in layout for block in blocks]
         elements = sum(block.elements for *_, block in every)
-        numbers = [owner.scalars(group, int(block.step) + 1) for owner, group, block in every]
+        numbers = [one.rule.move.begin(one.scalars(g, int(b.step) + 1), b.begins) for one, g, b in every]
         for group, now in zip(self.param_groups, groups):  # up to here, an error has changed no weight and no counter
             group["base_lr"], group["last_lr"] = now["base_lr"], now["last_lr"]
         for (owner, group, block), scalars in zip(every, numbers):
             block.step += 1
+            block.begins = ()
             update = kernel_of(owner.rule, tuple(scalars), block.slots, tuple(evidence))
             axpy = None if owner is self else owner.rule.move.axpy_coefficients(scalars, block.slots)
             for rows in block.rows(directions, axpy, list(evidence.values())):

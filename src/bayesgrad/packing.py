@@ -37,12 +37,15 @@ class Block:
         params: parameters of one dtype and device, all with a gradient.
         state: the optimizer's state. Its tensors are replaced by tensors with the same values in the kernel's layout.
         slots: the names of the state tensors, in the order of the kernel's arguments.
+        begins: those slots that were created after the first step of the parameters; empty after the next step.
     """
 
-    def __init__(self, params: Sequence[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], state: dict[Any, State], slots: tuple[str, ...], begins: tuple[str, ...] = ()
+    ) -> None:
         self.params, self.weights = list(params), [local(p) for p in params]
         self.gradient_of = _gradients(params)
-        self.slots = slots
+        self.slots, self.begins = slots, begins
         self.dtype, self.device = params[0].dtype, params[0].device
         self.elements = sum(w.numel() for w in self.weights)
         self.step = state[params[0]]["step"].clone()
@@ -146,10 +149,12 @@ class Layout:
         for index, (owner, group, params, slots) in enumerate(jobs):
             blocks = kept[index] if index < len(kept) else []
             if not blocks_fit(blocks, params, state, slots):
+                missing = [_missing_late(state.get(p, {}), slots) for p in params]
                 initialise(owner, group, params)
-                keys = [(p.dtype, p.device, float(state[p]["step"])) for p in params]
+                keys = [(p.dtype, p.device, float(state[p]["step"]), late) for p, late in zip(params, missing)]
                 blocks = [
-                    Block([p for p, k in zip(params, keys) if k == key], state, slots) for key in dict.fromkeys(keys)
+                    Block([p for p, k in zip(params, keys) if k == key], state, slots, begins=key[-1])
+                    for key in dict.fromkeys(keys)
                 ]
             self.kept.append(blocks)
         return [(owner, group, blocks) for (owner, group, *_), blocks in zip(jobs, self.kept)]
@@ -213,6 +218,10 @@ def blocks_fit(blocks: list[Block], params: list[Tensor], state: dict[Any, State
     return mine == {id(p) for p in params} and all(
         block.slots == slots and block.holds(block.params, state) for block in blocks
     )
+
+
+def _missing_late(entry: State, slots: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(slot for slot in slots if slot not in entry) if entry.get("step", 0) else ()
 
 
 def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:

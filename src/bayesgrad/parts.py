@@ -64,6 +64,7 @@ class Host(Protocol):
     independent: bool  # whether other processes train other models
     draws_differ: bool  # whether other processes draw other weights
     warned: set[Any]  # parameters that a warning has named, and options
+    last_options: list[dict[str, Any]]  # at the last step, or at this one; a new list when options change
 
     @property
     def draws(self) -> int: ...

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesgrad.optim import VON, Newton
+from bayesgrad.optim import VON, AdaBayes, KalmanMomentum, Newton
 from cases import CASES, Case, batch, same, small_model, states, train, weights
 
 pytestmark = [
@@ -203,6 +203,34 @@ def test_several_draws_of_a_closure_are_not_added_to_another(case: Case) -> None
     with pytest.raises(RuntimeError, match=r"averaged over samples=2 draws cannot add to gradients of earlier passes"):
         optimizer.step(lambda: loss_of(model, optimizer, 0, slice(1, None, 2), 2).backward())
     assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("rule", [AdaBayes, KalmanMomentum])
+def test_all_draws_of_a_closure_give_sampled_labels(rule: Any) -> None:
+    """They act like the observations of a larger batch, as draws of the user's own passes do."""
+    found = []
+    for samples in (3, 1):
+        model = small_model(D, width=30)
+        optimizer = rule(
+            model.named_parameters(), batch_size=8, fisher="sampled", sample_weights=True, samples=samples, seed=0
+        )
+        if samples > 1:
+
+            def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, optimizer, 0)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        else:
+            for _ in range(3):
+                with optimizer.sampled():
+                    loss_of(model, optimizer, 0, parts=3).backward()
+            optimizer.step()
+        found.append(optimizer.posterior(model).variance())
+    for name, variance in found[0].items():
+        torch.testing.assert_close(variance, found[1][name], rtol=1e-10, atol=0)
 
 
 def test_a_gradient_that_was_clipped_between_draws_has_the_hessian_of_what_is_left() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -364,6 +365,61 @@ def test_weight_and_bias_may_be_in_different_groups(rule: type) -> None:
         lr, decay = (0.1, 0.5) if name.endswith("weight") else (0.2, 0.0)
         expected = start[name] * (1 - lr * decay) + lr * (p.detach() - start[name])
         torch.testing.assert_close(named[name].detach(), expected, rtol=1e-9, atol=1e-12)
+
+
+FILTERS: dict[str, Any] = {"batch_size": 8, "fisher": "empirical"}
+OF_A_LAYER = [
+    (FOOF, {}, "damping", (0.1, 1.0)),
+    (FOOF, {}, "ema", (0.9, 0.5)),
+    (KFAC, {}, "stats_every", (10, 5)),
+    (KFAC, {}, "update_every", (100, 50)),
+    (NaturalGradient, {"blocks": "layer"}, "damping", (0.1, 1.0)),
+    (NaturalGradient, {}, "damping", (0.1, 1.0)),
+    (KroneckerFilter, FILTERS, "lr", (1e-2, 1e-3)),
+    (KroneckerFilter, FILTERS, "max_lr", (1e-2, 1e-1)),
+    (KroneckerFilter, FILTERS, "prior_std", (0.1, 0.2)),
+    (KroneckerFilterFP, {**FILTERS, "prior_std": 0.1}, "lr", (1e-2, 1e-3)),
+    (KroneckerFilterFP, FILTERS, "prior_std", (math.inf, 0.2)),
+    (KroneckerFilterFP, FILTERS, "batch_size", (8, 16)),
+    (KroneckerFilterFP, FILTERS, "max_step", (1.0, 2.0)),
+]
+
+
+@pytest.mark.parametrize(("rule", "options", "name", "values"), OF_A_LAYER)
+def test_options_of_a_layer_are_the_same_for_weight_and_bias(
+    rule: type, options: dict[str, Any], name: str, values: tuple[Any, Any]
+) -> None:
+    """A layer has one belief: a bias in a group of its own, whose option would not count, is refused."""
+    message = (
+        f"parameter '0.weight' and parameter '0.bias' are preconditioned together and need the same {name}, got "
+        f"{values[0]!r} and {values[1]!r}: set one {name} in their param groups"
+    )
+    model = network()
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    optimizer = rule(model, params=[{"params": rest}, {"params": biases}], **options)
+    model[0].bias.requires_grad_(False)
+    for group in optimizer.param_groups:
+        group[name] = values[0]
+    passes(model, optimizer, 0)
+    optimizer.step()
+    before, state = weights(model), states(optimizer)
+    optimizer.param_groups[1][name] = values[1]  # during a run, and for a bias that is thawed
+    for p in biases:
+        p.requires_grad_(p is model[0].bias)
+    passes(model, optimizer, 1)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.step()
+    assert same(weights(model), before)
+    assert same(states(optimizer), state)
+
+
+def test_layers_may_differ_in_their_options() -> None:
+    model = network()
+    groups = [{"params": model[i].parameters(), "lr": 0.1 + i, "prior_std": 0.1} for i in (0, 2, 4)]
+    optimizer = KroneckerFilter(model, params=groups, **FILTERS)
+    passes(model, optimizer, 0)
+    optimizer.step()
 
 
 @layerwise_case

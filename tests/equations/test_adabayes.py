@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -369,6 +370,24 @@ def test_averages_that_are_switched_on_late_start_at_the_gradient() -> None:
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     path = run(optimizer, weight, constant)
     np.testing.assert_allclose(np.diff(path[:, 0]), -ETA, rtol=1e-9)
+
+
+@pytest.mark.parametrize("rule", [partial(AdaBayesFP, sgd_lr=math.inf), partial(AdaBayes, batch_size=4)])
+def test_an_average_that_is_switched_off_begins_anew(rule: Any) -> None:
+    """Gradients of 1 before a pause count no more after it."""
+    weight = parameter([0.0])
+    optimizer = rule([weight], lr=ETA)
+    (group,) = optimizer.param_groups
+    name = "betas" if "betas" in group else "momentum"
+    for momentum, gradient in [(0.9, 1.0)] * 3 + [(0.0, -1.0)] * 2 + [(0.9, -2.0), (0.9, -2.0)]:
+        group[name] = (momentum, 0.999) if name == "betas" else momentum
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+        assert ("momentum" in optimizer.state[weight]) == (momentum > 0)
+        if momentum:
+            torch.testing.assert_close(
+                optimizer.state[weight]["momentum"], torch.full_like(weight, gradient), rtol=1e-12, atol=0
+            )
 
 
 def test_the_posterior_at_the_end_of_a_schedule_is_that_of_the_last_step() -> None:

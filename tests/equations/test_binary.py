@@ -131,6 +131,24 @@ def test_bayesbinn_equals_its_transcription(momentum: float, eps: float, informe
         assert torch.equal(weight.detach(), signs(natural))
 
 
+@pytest.mark.parametrize("informed", [False, True])
+def test_an_average_that_is_switched_on_late_starts_at_the_natural_gradient(informed: bool) -> None:
+    """The first step with momentum is that without."""
+    found = []
+    for momentum in (0.0, 0.9):
+        weight = nn.Parameter(normal(6))
+        prior = BernoulliPosterior({"w": normal(6, seed=7)}) if informed else None
+        optimizer = BayesBiNN([("w", weight)], lr=0.1, num_data=N, momentum=0.0, prior=prior, seed=0)
+        for step in range(4):
+            optimizer.param_groups[0]["momentum"] = momentum if step == 3 else 0.0
+            optimizer.zero_grad()
+            with optimizer.sampled():
+                loss_of(weight).backward()
+            optimizer.step()
+        found.append(optimizer.state[weight]["natural"])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_ste_equals_a_loop_by_hand(momentum: float) -> None:
     weight = nn.Parameter(normal(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesgrad.layers.moments import symmetric
-from bayesgrad.optim import FOOF, KFAC
+from bayesgrad.optim import FOOF, KFAC, KroneckerFilter
 
 PLAIN: dict[str, Any] = {
     "damping_mode": "absolute",
@@ -182,6 +183,27 @@ def test_inverses_are_refreshed_when_due_and_kept_otherwise() -> None:
         optimizer.step()
         merged.append(before is None or not torch.equal(before, optimizer.state[layer.weight]["input_moment"]))
     assert [t + 1 for t, new in enumerate(merged) if new] == [1, 2, 3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("rule", "every", "updates"),
+    [
+        (FOOF, 1, list(range(1, 17))),
+        (FOOF, 2, [1, 2, 3, 6, 12, 16]),  # every 8 steps
+        (partial(KroneckerFilter, batch_size=1, fisher="empirical"), 2, [1, 2, 3, *range(4, 17, 2)]),
+    ],
+)
+def test_statistics_of_a_layer_with_few_outputs(rule: Any, every: int, updates: list[int]) -> None:
+    """511 inputs and a one, 2 outputs: a quarter as often, but not if they are wanted in each step, nor in a filter."""
+    layer = nn.Linear(511, 2).to(D)
+    optimizer = rule(layer, stats_every=every, update_every=100)
+    merged = set()
+    for _ in range(16):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 511, dtype=D)).square().mean().backward()
+        optimizer.step()
+        merged.add(int(optimizer.state[layer.weight]["clock"][1]))
+    assert sorted(merged) == updates
 
 
 def test_inverses_are_refreshed_early_when_moments_have_changed() -> None:

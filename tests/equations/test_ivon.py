@@ -310,16 +310,22 @@ def test_by_default_no_weight_moves_by_more_than_a_fraction_of_lr(rescale: bool)
         assert 0 < float(-weight.detach()[2]) < 0.06
 
 
-def test_natural_momentum_is_momentum_of_natural_parameters() -> None:
-    """The image of lambda <- lambda + rho (...) + gamma (lambda - lambda_old), on a quadratic."""
-    rho, gamma, size = 0.1, 0.3, 10.0
+@pytest.mark.parametrize("gammas", [(0.3,) * 6, (0.0, 0.0, 0.3, 0.3), (0.3, 0.3, 0.0, 0.0, 0.3, 0.3)], ids=str)
+def test_natural_momentum_is_momentum_of_natural_parameters(gammas: tuple[float, ...]) -> None:
+    """The image of lambda <- lambda + rho (...) + gamma (lambda - lambda_old), on a quadratic.
+
+    Where gamma is switched on, lambda_old is the lambda of that time.
+    """
+    rho, size = 0.1, 10.0
     weight = nn.Parameter(torch.tensor([0.4], **F64))
     optimizer = IVON(
         [weight], rho, num_data=size, prior_precision=0.0, hess_init=1.0, betas=(0.0, 1 - rho),
-        rescale_lr=False, natural_momentum=gamma, curvature="gradsq", clip_radius=math.inf,
+        rescale_lr=False, natural_momentum=gammas[0], curvature="gradsq", clip_radius=math.inf,
     )  # fmt: skip
     s, s_old, w, w_old = 1.0, 1.0, 0.4, 0.4
-    for _ in range(6):
+    for before, gamma in zip((0.0, *gammas), gammas):
+        optimizer.param_groups[0]["natural_momentum"] = gamma
+        s_old, w_old = (s_old, w_old) if before else (s, w)
         g = 2 * (w - 1.0)
         with optimizer.sampled(noise=lambda p: torch.zeros(1, **F64)):
             optimizer.zero_grad()
@@ -332,6 +338,7 @@ def test_natural_momentum_is_momentum_of_natural_parameters() -> None:
         w_new = w - rho * g / s_new + gamma * (s_old / s_new) * (w - w_old)
         s_old, s, w_old, w = s, s_new, w, w_new
         assert weight.item() == pytest.approx(w, rel=1e-10)
+        assert 1 / optimizer.state[weight]["variance"].item() == pytest.approx(s, rel=1e-10)
 
 
 def test_warns_where_the_hessian_has_not_moved() -> None:

@@ -66,6 +66,20 @@ def power(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.clamp(min=0), vectors
 
 
+@pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP])
+def test_an_average_that_is_switched_on_late_starts_at_the_step(rule: type) -> None:
+    """The first step with momentum is that without."""
+    moved = []
+    for momentum in (0.0, 0.9):
+        model = network()
+        optimizer = rule(model, 1e-2, batch_size=6, momentum=0.0, prior_std=0.3)
+        for index, _ in steps(model, optimizer, range(4)):
+            optimizer.param_groups[0]["momentum"] = momentum if index == 3 else 0.0
+        moved.append([p.detach().clone() for p in model.parameters()])
+    for late, without in zip(*moved):
+        close(late, without, 1e-12)
+
+
 @pytest.mark.parametrize(("how", "whiten"), [("sampled", "both"), ("empirical", "both"), ("sampled", "input")])
 @pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["whitening", "prior"])
 def test_steady_state_over_steps(prior: float, how: str, whiten: str) -> None:

@@ -138,6 +138,28 @@ def test_the_quadratic_model_chooses_step_and_momentum() -> None:
         torch.testing.assert_close(flat(model), before - 0.5 * buffer, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("step_size", ["lr", "quadratic"])
+def test_momentum_that_is_switched_off_leaves_no_buffer(step_size: str) -> None:
+    """Neither in that step, nor for momentum that is switched on again."""
+    found = []
+    for deleted in (False, True):
+        model = mlp()
+        optimizer = NaturalGradient(model, lr=0.5, damping=0.05, momentum=0.9, step_size=step_size, **PLAIN)
+        for t, momentum in enumerate((0.9, 0.9, 0.0, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            for p in model.parameters() if deleted and t > 1 else ():
+                optimizer.state[p].pop("momentum", None)
+            optimizer.zero_grad()
+            x, y = data(8, t)
+            outputs = model(x)
+            optimizer.observe(outputs, labels=y)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+            found.append(flat(model))
+    for kept, without in zip(found[:4], found[4:]):
+        torch.testing.assert_close(kept, without, rtol=1e-12, atol=0)
+
+
 def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
     model, other = mlp(), mlp()
     x, y = data(9)

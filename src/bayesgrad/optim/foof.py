@@ -45,7 +45,8 @@ class FOOF(LayerOptimizer):
         ema: decay of the average of A.
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
-        stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled).
+        stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled). If it is
+            more than 1, four times as many for layers with 512 inputs or more and 16 times fewer outputs.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs with more than two dimensions, (N, T, C) or (N, C, ...), as the last
             layer shows; if it does not, call `observe(outputs, class_dim=1)` for (N, C, T) before `loss.backward()`.

@@ -54,7 +54,8 @@ class KFAC(LayerOptimizer):
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A and E (early in a run, whenever the number of steps has doubled);
-            observe() does nothing in between.
+            observe() does nothing in between. If it is more than 1, four times as many for layers with 512 inputs or
+            more and 16 times fewer outputs.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.

@@ -93,7 +93,8 @@ class KroneckerFilter(KroneckerOptimizer):
         update_every: steps between computations of the traces that the drift needs; they are extrapolated in between
             (early in a run, whenever the number of steps has doubled).
         stats_every: steps between updates of the covariance (early in a run, whenever the number of steps has
-            doubled); the batch of that step stands for all of them.
+            doubled); the batch of that step stands for all of them. They are as many for large layers, unlike those of
+            `KroneckerFilterFP`.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.
@@ -215,7 +216,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
             steps has doubled). After every tenth of them, moments whose diagonal has changed by a fifth are decomposed
             anew.
         stats_every: steps between updates of the moments (early in a run, whenever the number of steps has
-            doubled); observe() does nothing in between.
+            doubled); observe() does nothing in between. If it is more than 1, four times as many for layers with 512
+            inputs or more and 16 times fewer outputs.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.

@@ -27,7 +27,7 @@ from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.rules import Forget, NaturalStep, UpdateRule
-from bayesgrad.rules.transition import LARGEST
+from bayesgrad.rules.transition import LARGEST, LAST_VARIANCE
 from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
 from bayesgrad.sources import WeightSampling
 
@@ -118,6 +118,8 @@ class VariationalOptimizer(BeliefOptimizer):
         return 1 / (group["hess_init"] + self.strength(group))
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        if slot == LAST_VARIANCE:  # also where natural momentum is switched on during a run: nothing has changed yet
+            return self.state[p][VARIANCE]
         known = self.state[p].get(PRIOR_PRECISION) if slot in self.rule.transition.variances else None
         if known is None:
             return super().initial(slot, group, p)

@@ -141,6 +141,14 @@ class KroneckerBelief(LayerBelief):
         limit = {p: group["max_factor"] for group in self.optimizer.param_groups for p in group["params"]}
         return not layer.lookup and max(layer.shape[1:]) <= limit[layer.owner]
 
+    def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*super().layer_options(group), "lr", "base_lr", "max_lr")  # the covariance is in units of lr/reference
+
+    @staticmethod
+    def stats_interval(layer: Layer, every: int) -> int:
+        """As given, also for large layers: a filter with fewer observations is another filter."""
+        return every
+
     def step_scale(self, group: Mapping[str, Any]) -> float:
         return self.unit(group) * group["batch_size"]
 
@@ -209,6 +217,9 @@ class Whitening(LayerBelief):
     def setting(self, group: Mapping[str, Any]) -> float:
         """1 with a finite prior_std, else 0."""
         return float(math.isfinite(group["prior_std"]))
+
+    def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*super().layer_options(group), *(("lr",) if self.setting(group) else ()))
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         lr, batch = float(group["lr"]), group["batch_size"]

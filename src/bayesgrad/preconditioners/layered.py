@@ -30,6 +30,7 @@ from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners import refresh
+from bayesgrad.preconditioners.block_options import LAYER_OPTIONS, LayerOptions
 from bayesgrad.preconditioners.in_backward import PreconditionedGradients
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_gradients, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
@@ -38,7 +39,6 @@ from bayesgrad.saved_state import saved_entry
 from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
-LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
 Settings = Mapping[Layer, Mapping[str, Any]]
 Entry = dict[str, Tensor]
 Found = dict[Layer, LayerStatistics]
@@ -57,7 +57,7 @@ class LayerPreconditioner(Preconditioner):
     after every further tenth, the diagonals of the averages are compared with those at the inversion, and after
     `update_every` steps at the latest, layers one after the other. Early in a run averages change fast, so averages and
     inverses are updated whenever the number of steps has doubled. A large layer with few outputs, whose statistics
-    would cost more than its gradient, is updated every 4 `stats_every` steps.
+    would cost more than its gradient, is updated every 4 `stats_every` steps if `stats_every` is more than 1.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -70,6 +70,7 @@ class LayerPreconditioner(Preconditioner):
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
     on_cpu = ("clock", "damped", "traces")
+    stats_interval = staticmethod(refresh.stats_interval)
     has_own_shape = staticmethod(refresh.is_layer_tensor)  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, fallback: str) -> None:
@@ -83,20 +84,20 @@ class LayerPreconditioner(Preconditioner):
         """Whether this preconditioner supports a layer."""
         return True
 
+    def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of options that weight and bias of a layer must have in common."""
+        return LAYER_OPTIONS
+
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.observes = any(map(self.from_labels, optimizer.param_groups))
         self.needs = Needs(outputs=self.observes)
         self.close()
         self.recorded = RecordedLayers(
-            self.optimizer,
-            self.fallback,
-            receiver=self,
-            only=weak(self.uses),
-            returned=self.reads_outputs,
+            self.optimizer, self.fallback, receiver=self, only=weak(self.uses), returned=self.reads_outputs
         )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        self.warned: set[str] = set()  # factors that were singular
+        self.options, self.warned = LayerOptions(), set[str]()  # and the factors that were singular
         self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
         self.known_shapes: dict[Layer, dict[str, tuple[int, ...]]] = {}  # of factors, by name
         self.ready: dict[Layer, tuple[Any, Sequence[Any]]] = {}  # dtype, device and tensors of an initialised state
@@ -256,9 +257,8 @@ class LayerPreconditioner(Preconditioner):
         every, due = self.scheduled.get(layer, (0, False))
         if every != group["stats_every"]:
             every = group["stats_every"]
-            few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
-            entry = self.optimizer.state.get(layer.owner, {})
-            due = "clock" not in entry or refresh.is_due(entry, refresh.MERGED, every * (4 if few else 1))
+            entry, interval = self.optimizer.state.get(layer.owner, {}), self.stats_interval(layer, every)
+            due = "clock" not in entry or refresh.is_due(entry, refresh.MERGED, interval)
             self.scheduled[layer] = every, due
         return due
 
@@ -305,6 +305,7 @@ class LayerPreconditioner(Preconditioner):
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         recorded, before = self.recorded, self.recorded.layers
         recorded.update_trainable(in_step=True)
+        self.options.check(self.optimizer, recorded.layers, groups, self.layer_options)
         same = recorded.layers is before
         self.unfrozen = set() if same else {one.owner for one in recorded.layers} - {one.owner for one in before}
         owners = {p: group for group, params in zip(groups, active) for p in params}

@@ -13,6 +13,7 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES
 
 MOMENT_CHANGE = 0.2  # the relative change of a moment from which its inverse is computed anew
+LARGE, FEWER = 512, 16  # inputs of a layer, and how many times fewer outputs it has, for `stats_interval`
 DAMPING_CHANGE = 0.1  # likewise of the damping; smaller changes are left for the next inversion
 # Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion.
 MERGES, MERGED, INVERTED, COMPARED = range(4)
@@ -26,6 +27,16 @@ def new_clock() -> Tensor:
 def early_interval(last: int) -> int:
     """How many steps after step `last` a matrix is updated early in a run: at steps 1, 2, 3, 6, 12 and so on."""
     return last if last >= 3 else 1
+
+
+def stats_interval(layer: Layer, every: int) -> int:
+    """How many steps apart the statistics of a layer are updated.
+
+    Those of a layer with many inputs and few outputs would cost more than its gradient: they are updated a quarter as
+    often, unless they are wanted in every step.
+    """
+    inputs, outputs = layer.sizes["input"], layer.sizes["error"]
+    return 4 * every if every > 1 and inputs >= LARGE and inputs >= FEWER * outputs else every
 
 
 def is_due(entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:

@@ -20,6 +20,7 @@ from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, is_
 from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision.linalg import cholesky
+from bayesgrad.preconditioners.block_options import check_block
 from bayesgrad.preconditioners.gradient_factor import common_factor, dot, kind, size_bound
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
 from bayesgrad.preconditioners.refresh import early_interval
@@ -181,6 +182,10 @@ class Woodbury(NetworkPreconditioner):
 
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         owners = {p: group for group, params in zip(groups, active) for p in params}
+        recorded = self._recorded()
+        remedy = ", or use blocks='layer'" if groups[0]["blocks"] == "full" else ""
+        for block in self._blocks_of({p: None for p in owners if p in recorded}, groups[0]):
+            check_block(self.optimizer, block, owners, ("damping",), remedy)
         self.predicted_change = None
         fresh = self._merge()
         columns = {
@@ -190,7 +195,6 @@ class Woodbury(NetworkPreconditioner):
             and p not in self.recorded.read_elsewhere
             and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
         }
-        recorded = self._recorded()
         seen = self.clock() is not None and (self.unexplained or self.recorded.read_elsewhere)
         if not columns and not seen and any(has_nonzero_gradient(p) for p in owners if p in recorded):
             raise self.recorded.missing_observation(
@@ -198,8 +202,6 @@ class Woodbury(NetworkPreconditioner):
             )
         lost = (p for p in owners if p in recorded and p not in columns)
         self.recorded.warn_fallback({p for p in lost if has_nonzero_gradient(p)})
-        if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
-            raise ValueError("blocks='full' needs the same damping in all groups: set it, or use blocks='layer'.")
         self.gradient_factor = self.recorded.marks.factor() if self.projections else None
         found: dict[Tensor, Direction] = {}
         by_model, limit = groups[0]["step_size"] == "quadratic", groups[0]["max_norm"]
@@ -248,7 +250,7 @@ class Woodbury(NetworkPreconditioner):
         self.count_merge()
         return all(given for _, given, _ in observed)
 
-    def _blocks_of(self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]) -> list[list[Tensor]]:
+    def _blocks_of(self, columns: Mapping[Tensor, Any], group: Mapping[str, Any]) -> list[list[Tensor]]:
         if not columns:
             return []
         if group["blocks"] == "full":

@@ -54,6 +54,7 @@ from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Diagonal, Pair
 
 FLOOR = torch.finfo(torch.float32).tiny
+LAST_VARIANCE = "last_variance"  # the slot of the variance before the last step
 OLDER_VARIANCE = "older_variance"  # in memory during a step: the variance before the last, for `NaturalStep`
 
 # A quarter of the largest number whose square is finite, 4.6e18 in float32: the bound of gradients.
@@ -81,7 +82,7 @@ class Transition(ABC):
     """
 
     slots: tuple[str, ...] = (VARIANCE,)
-    variances: tuple[str, ...] = (VARIANCE, "last_variance")
+    variances: tuple[str, ...] = (VARIANCE, LAST_VARIANCE)
 
     def scalars(self, *step: Any, **dynamics: Any) -> dict[str, float]:
         """The scalars `n` that the other methods read, by the number of the step (from 1) and `dynamics`."""
@@ -146,7 +147,7 @@ class Forget(Transition):
 
     @property
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (VARIANCE, "last_variance") if self.natural_momentum else (VARIANCE,)
+        return (VARIANCE, LAST_VARIANCE) if self.natural_momentum else (VARIANCE,)
 
     def scalars(self, step: int = 1, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
@@ -162,10 +163,10 @@ class Forget(Transition):
                 growth = torch.where(increment < 0, growth.clamp(min=0.5), growth)
             posterior = Diagonal(variance / growth)
         if self.natural_momentum:
-            older = memory[OLDER_VARIANCE] = memory["last_variance"]
+            older = memory[OLDER_VARIANCE] = memory[LAST_VARIANCE]
             change = n["natural_momentum"] * (1 / variance - 1 / older) * posterior.covariance
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
-            memory["last_variance"] = variance
+            memory[LAST_VARIANCE] = variance
         # Without a prior the variance of a weight whose increments are zero grows in every step.
         posterior = Diagonal(posterior.covariance.clamp(max=LARGEST[variance.dtype]))
         memory[VARIANCE] = posterior.storable()

@@ -27,9 +27,10 @@ from torch import Tensor
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Precision, Scalar
-from bayesgrad.rules.transition import LARGEST, OLDER_VARIANCE, Memory, Scalars, Transition, average
+from bayesgrad.rules.transition import LARGEST, LAST_VARIANCE, OLDER_VARIANCE, Memory, Scalars, Transition, average
 
 MOMENTUM = "momentum"  # the slot of the average of gradients or directions
+OPTIONAL = (MOMENTUM, "last_mean", LAST_VARIANCE)  # slots that a rule has only while an option is not zero
 PRIOR_PRECISION, PRIOR_MEAN = "prior_precision", "prior_mean"  # slots of a prior: the posterior of an earlier task
 
 
@@ -193,13 +194,13 @@ class Move(ABC):
         """The names of the move's state tensors, which may depend on the hyperparameters of `group`."""
         return ()
 
-    def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those slots that average the gradient: if one is added late in a run, it starts at the current gradient."""
-        return ()
-
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         """The scalars `n` that `move` reads; `step_scale` multiplies the whole step."""
+
+    def begin(self, n: dict[str, float], slots: tuple[str, ...]) -> dict[str, float]:
+        """The scalars of the first step with these slots, if others were there before: an option was switched on."""
+        return n
 
     def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float] | None:
         """(keep, fresh, step_scale, shrink), if the step is mean <- shrink mean - step_scale m with these slots.
@@ -247,15 +248,16 @@ class NaturalStep(Move):
         averages = (MOMENTUM,) if momentum_of(group) else ()
         return (*averages, "last_mean") if self.natural_momentum else averages
 
-    def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (MOMENTUM,) if momentum_of(group) and not self.heavy_ball else ()
-
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         momentum = momentum_of(group)
         if self.heavy_ball:
             return {"step_scale": step_scale, "momentum": momentum}
         keep, take = average(momentum, step)
         return {"step_scale": step_scale, "momentum": keep, "fresh": take}
+
+    def begin(self, n: dict[str, float], slots: tuple[str, ...]) -> dict[str, float]:
+        """An average begins with its first value, as in the first step of all."""
+        return {**n, "momentum": 0.0, "fresh": 1.0} if MOMENTUM in slots and not self.heavy_ball else n
 
     def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float] | None:
         if slots not in ((), (MOMENTUM,)):
@@ -300,10 +302,6 @@ class UpdateRule:
         """The names of the state tensors of a parameter in this group."""
         learnt = () if self.curvature is None else (*self.curvature.slots, *self.transition.slots)
         return (*learnt, *self.move.slots(group))
-
-    def averages(self, group: Mapping[str, Any]) -> set[str]:
-        """Those slots that average the gradient."""
-        return {*(self.curvature.slots if self.curvature else ()), *self.move.averages(group)}
 
     def initial(self, slot: str, p: Tensor, prior_variance: Callable[[], float]) -> float | Tensor:
         """The initial value of a state tensor."""

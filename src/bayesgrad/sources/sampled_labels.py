@@ -32,6 +32,7 @@ class SampledLabels(Source):
     whole = "gradients for sampled labels"
 
     def __init__(self) -> None:
+        self.stored: list[tuple[dict[Tensor, Tensor], float | Tensor]] = []  # of each draw of a closure
         self.reset()
 
     def reset(self) -> None:
@@ -57,10 +58,14 @@ class SampledLabels(Source):
             raise explained(error) from error
         likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
         each = loss_weights(likelihood, outputs, labels, weights)
-        self.losses += likelihood.losses(outputs) * (1 if each is None else float(each.mean()))
-        for p, gradient in zip(params, gradients):
-            if gradient is not None:
-                self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient
+        losses = likelihood.losses(outputs) * (1 if each is None else float(each.mean()))
+        self._add({p: gradient for p, gradient in zip(params, gradients) if gradient is not None}, losses)
+
+    def _add(self, gradients: dict[Tensor, Tensor], losses: float | Tensor) -> None:
+        """Adds the gradients of the sum of this number of losses."""
+        self.losses = self.losses + losses
+        for p, gradient in gradients.items():
+            self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient
 
     def share(self, exchange: Exchange) -> None:
         exchange.expect(self.optimizer.param_groups[0]["params"][0])
@@ -70,6 +75,19 @@ class SampledLabels(Source):
 
         for p, gradient in self.gradients.items():
             exchange.add(Sum(gradient, self.losses), partial(receive, p))
+
+    def begin_draws(self) -> None:
+        self.stored = []
+
+    def store_draw(self, samples: int) -> None:
+        self.stored.append((self.gradients, self.losses))
+        self.reset()
+
+    def merge_draws(self, samples: int) -> None:
+        """As for several observations before a step, which act like one of a larger batch."""
+        stored, self.stored = self.stored, []
+        for gradients, losses in stored:
+            self._add(gradients, losses)
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         owners = {p: group for group, params in zip(groups, active) for p in params}

@@ -307,9 +307,10 @@ class WeightSampling(Draws):
         for part in parts:
             part.group = owners[part.params[0]]  # loading a state replaces groups
         for group, params in wanted:
-            if any(state.get(p, {}).get(self.block_type.state_key, _NOTHING).shape != p.shape for p in params):
+            key = self.block_type.state_key
+            if new := [p for p in params if state.get(p, {}).get(key, _NOTHING).shape != p.shape]:
                 with torch.no_grad():
-                    self.optimizer.initialise(group, params)
+                    self.optimizer.initialise(group, new)
         return parts
 
     def _contribution(self, gradient: Tensor, offset: Tensor) -> Tensor:
