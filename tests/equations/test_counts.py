@@ -259,6 +259,26 @@ def test_passes_of_a_compiled_model_are_counted_by_their_own_outputs(order: str,
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("ignored", [0, 2])
+@pytest.mark.parametrize("make", [OGN, VOGN])
+def test_squares_of_uneven_micro_batches_of_a_compiled_model(make: Any, ignored: int) -> None:
+    """Each one is counted by its own outputs and labels, of which the first ones may be ignored."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, C)).double()
+    plain, optimizer = copy.deepcopy(model), make(model, num_data=50, likelihood="categorical")
+    x, y = torch.randn(11, 5, dtype=D), torch.randint(C, (11,))
+    y[:ignored] = -100
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for part in (slice(0, 8), slice(8, 11)):
+        outputs = run(x[part])
+        optimizer.observe(outputs, labels=y[part])
+        (F.cross_entropy(outputs, y[part], reduction="sum") / (11 - ignored)).backward()
+    found, wanted = squares(optimizer, model), per_sequence(plain, x[ignored:], y[ignored:])
+    for n in found:
+        close(found[n], wanted[n].square().mean(0))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_squares_of_a_compiled_model_need_the_batch_in_the_first_dimension() -> None:
     x, y = data()
     for layout in ("batch", "flat"):

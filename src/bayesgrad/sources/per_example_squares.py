@@ -68,7 +68,8 @@ class PerExampleSquares(Source):
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)
-        self.pending: dict[int, list[LayerCall]] = {}  # the calls of the latest pass, by the first of the siblings
+        # Of the latest pass, by the first of the siblings: the number of its losses, and the calls.
+        self.pending: dict[int, tuple[Any, list[LayerCall]]] = {}
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, Any] = {}
         self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
@@ -99,7 +100,8 @@ class PerExampleSquares(Source):
     def receive(self, call: LayerCall, restarted: bool) -> None:
         key, forward = self.siblings[call.module], self.recorded.forward_pass(call)
         call = self._with_layout(call, forward)
-        before = self.pending.get(key)
+        count = self._count(call, forward)
+        _, before = self.pending.get(key, (0, []))
         if restarted:
             self.pending.pop(key, None)
             for p in layers.own_parameters(call.module).values():
@@ -110,11 +112,11 @@ class PerExampleSquares(Source):
             self.losses = {k: one for k, one in self.losses.items() if one[0] == call.backward_id}
         elif before and before[-1].pass_id != call.pass_id:
             self.squared.add((key, before[-1].pass_id))
-            self._square(self.pending.pop(key))
+            self._square(*self.pending.pop(key))
         if (key, call.pass_id) in self.squared:
             self.lost = call.name
-        self.pending.setdefault(key, []).append(call.kept())
-        self.losses[call.pass_id] = call.backward_id, self._count(call, forward)
+        self.pending.setdefault(key, (count, []))[1].append(call.kept())
+        self.losses[call.pass_id] = call.backward_id, count
 
     def _count(self, call: LayerCall, forward: ForwardPass | None) -> Any:
         """The number of losses of the pass of a call."""
@@ -124,10 +126,14 @@ class PerExampleSquares(Source):
         share = self.shares.get(min(call.forward_id, COMPILED))
         return count if share is None else count * share
 
-    def _square(self, calls: Sequence[LayerCall]) -> None:
-        """Adds the squares of one pass."""
+    def _square(self, count: Any, calls: Sequence[LayerCall]) -> None:
+        """Adds the squares of one pass.
+
+        Args:
+            count: the number of its losses when it was received; a later pass of a compiled model has another share.
+            calls: of siblings.
+        """
         self.mixed |= layers.mixed_parameters(calls)
-        count = self._count(calls[0], self.recorded.forward_pass(calls[0]))
         for p, columns in layers.gradients_of_calls(calls).items():
             squares = columns.squares()
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
@@ -137,8 +143,8 @@ class PerExampleSquares(Source):
         frozen = [p for p in params if not p.requires_grad]  # since the backward pass
         for p in frozen:
             p.requires_grad_(True)
-        for calls in self.pending.values():
-            self._square(calls)
+        for count, calls in self.pending.values():
+            self._square(count, calls)
         for p in frozen:
             p.requires_grad_(False)
         self.pending = {}
