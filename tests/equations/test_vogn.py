@@ -349,3 +349,35 @@ def test_a_gradient_penalty_is_found_in_each_step(kind: str) -> None:
             torch.testing.assert_close(found[n], expected, rtol=1e-10, atol=1e-14)
         optimizer.step()
     assert [line.split(":")[0] for line in told] == ["OGN does not support 0.weight, 2.weight"] * (kind == "penalty")
+
+
+@pytest.mark.parametrize("shared", ["bias", "chain"])
+def test_layers_that_share_a_bias(shared: str) -> None:
+    """In the chain, the first and the second layer share a weight, and the second and the third a bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    first, second, third = model[0], model[2], model[4]
+    if shared == "chain":
+        second.weight, third.bias = first.weight, second.bias
+    else:
+        second.bias = first.bias
+    optimizer = OGN(model, num_data=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for how in ("plain", "discarded", "micro-batches", "parts"):
+            x, y = torch.randn(6, 3, **F64), torch.randint(0, 3, (6,))
+            optimizer.zero_grad()
+            if how == "discarded":
+                model(torch.randn(4, 3, **F64)).sum().backward()
+                optimizer.zero_grad()
+            parts = [slice(0, 6)] if how in ("plain", "discarded") else [slice(0, 4), slice(4, 6)]
+            total = torch.zeros((), **F64)
+            for part in parts:
+                loss = F.cross_entropy(model(x[part]), y[part], reduction="sum") / 6
+                total = total + loss
+                loss.backward() if how != "parts" else None
+            total.backward() if how == "parts" else None
+            found = squares(optimizer, model)
+            for n, each in per_example(model, x, y).items():
+                torch.testing.assert_close(found[n], each.square().mean(0), rtol=1e-10, atol=1e-14)
+            optimizer.step()

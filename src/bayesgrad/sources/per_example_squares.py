@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.distributed import Exchange, Sum
@@ -59,17 +59,21 @@ class PerExampleSquares(Source):
         self.norms = [module for module in self.recorded.model.modules() if isinstance(module, layers.NORMS)]
         self.layouts = self.row_layouts()
         self.shapes: dict[int, tuple[torch.Size, ...]] = {}  # of the outputs of forward passes
-        modules = self.recorded.recorder.layers.values()
-        owners = [set(layers.own_parameters(module).values()) for module in modules]
-        self.siblings = {  # modules that share parameters, whose gradients are summed before they are squared
-            module: min(i for i, other in enumerate(owners) if own & other) for module, own in zip(modules, owners)
-        }
+        # Modules that share parameters, directly or by others, whose gradients are summed before they are squared.
+        self.siblings: dict[nn.Module, int] = {}
+        self.parameters: dict[int, set[Tensor]] = {}
+        for i, module in enumerate(self.recorded.recorder.layers.values()):
+            own = set(layers.own_parameters(module).values())
+            joined = [key for key, others in self.parameters.items() if own & others]
+            self.parameters[i] = own.union(*(self.parameters.pop(key) for key in joined))
+            self.siblings |= {m: i for m, key in self.siblings.items() if key in joined} | {module: i}
         self.forget(observed=True)
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)
-        # Of the latest pass, by the first of the siblings: the number of its losses, and the calls.
+        # Of the latest pass, by siblings: the number of its losses, and the calls.
         self.pending: dict[int, tuple[Any, list[LayerCall]]] = {}
+        self.began: dict[int, int] = {}  # siblings -> their latest backward pass
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, Any] = {}
         self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
@@ -102,9 +106,9 @@ class PerExampleSquares(Source):
         call = self._with_layout(call, forward)
         count = self._count(call, forward)
         _, before = self.pending.get(key, (0, []))
-        if restarted:
+        if restarted and self._restarts(key, call):
             self.pending.pop(key, None)
-            for p in layers.own_parameters(call.module).values():
+            for p in self.parameters[key]:
                 self.sums.pop(p, None)
                 self.counts.pop(p, None)
                 self.mixed.discard(id(p))
@@ -113,10 +117,17 @@ class PerExampleSquares(Source):
         elif before and before[-1].pass_id != call.pass_id:
             self.squared.add((key, before[-1].pass_id))
             self._square(*self.pending.pop(key))
+        self.began[key] = call.backward_id
         if (key, call.pass_id) in self.squared:
             self.lost = call.name
         self.pending.setdefault(key, (count, []))[1].append(call.kept())
         self.losses[call.pass_id] = call.backward_id, count
+
+    def _restarts(self, key: int, call: LayerCall) -> bool:
+        """Whether a call is the first of siblings in a backward pass, and the gradients of all of them are zero."""
+        others = self.parameters[key].difference(layers.own_parameters(call.module).values())
+        marks = self.recorded.marks
+        return self.began.get(key) != call.backward_id and marks.restarted([p for p in others if p.requires_grad])
 
     def _count(self, call: LayerCall, forward: ForwardPass | None) -> Any:
         """The number of losses of the pass of a call."""
