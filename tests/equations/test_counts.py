@@ -232,6 +232,53 @@ def test_a_compiled_model_notes_the_shape_of_its_outputs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("other", ["none", "later", "gone"])
+@pytest.mark.parametrize("order", ["evaluation between", "one backward pass", "two backward passes"])
+def test_passes_of_a_compiled_model_are_counted_by_their_own_outputs(order: str, other: str) -> None:
+    """Also if another optimizer of the model was built later, which then counts the passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, C)).double()
+    optimizer = FOOF(model, lr=0.0)
+    x, y = torch.randn(11, 5, dtype=D), torch.randint(C, (11,))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(x)
+    second = None if other == "none" else OGN(model, params=model[0].parameters(), num_data=50)
+    if other == "gone":
+        del second
+    outputs = run(x[:8])
+    with torch.set_grad_enabled(order != "evaluation between"):
+        more = run(x[8:])
+    used = x[:8] if order == "evaluation between" else x
+    losses = [F.cross_entropy(outputs, y[:8], reduction="sum") / len(used)]
+    losses += [F.cross_entropy(more, y[8:], reduction="sum") / 11] if more.requires_grad else []
+    for loss in [torch.stack(losses).sum()] if order == "one backward pass" else losses:
+        loss.backward()
+    optimizer.step()
+    rows = torch.cat([used, torch.ones(len(used), 1, dtype=D)], 1)
+    close(symmetric(optimizer.state[model[0].weight]["input_moment"])[0], rows.T @ rows / len(used))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("ignored", [0, 2])
+@pytest.mark.parametrize("make", [OGN, VOGN])
+def test_squares_of_uneven_micro_batches_of_a_compiled_model(make: Any, ignored: int) -> None:
+    """Each one is counted by its own outputs and labels, of which the first ones may be ignored."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, C)).double()
+    plain, optimizer = copy.deepcopy(model), make(model, num_data=50, likelihood="categorical")
+    x, y = torch.randn(11, 5, dtype=D), torch.randint(C, (11,))
+    y[:ignored] = -100
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for part in (slice(0, 8), slice(8, 11)):
+        outputs = run(x[part])
+        optimizer.observe(outputs, labels=y[part])
+        (F.cross_entropy(outputs, y[part], reduction="sum") / (11 - ignored)).backward()
+    found, wanted = squares(optimizer, model), per_sequence(plain, x[ignored:], y[ignored:])
+    for n in found:
+        close(found[n], wanted[n].square().mean(0))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_squares_of_a_compiled_model_need_the_batch_in_the_first_dimension() -> None:
     x, y = data()
     for layout in ("batch", "flat"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -313,3 +314,70 @@ def test_what_layers_do_not_explain_takes_the_fallback_and_is_named() -> None:
     for name in ("raw", "layer.weight"):
         p = dict(model.named_parameters())[name]
         torch.testing.assert_close(found[name], 6 * p.grad**2, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["penalty", "create_graph"])
+def test_a_gradient_penalty_is_found_in_each_step(kind: str) -> None:
+    """Weights then take the fallback, in those steps alone. `backward(create_graph=True)` adds nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    optimizer, told = OGN(model, num_data=10), []
+    for odd in (False, True, False, True, True):
+        x, y = torch.randn(6, 5, **F64), torch.randint(0, 3, (6,))
+        scale = float(odd and kind == "penalty")
+
+        def plain(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
+
+        def loss(params: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return plain(params, x, y) + scale * grad(plain, 1)(params, x, y).square().sum()  # noqa: B023
+
+        exact = vmap(grad(loss), (None, 0, 0))({n: p.detach() for n, p in model.named_parameters()}, x, y)
+        optimizer.zero_grad()
+        total = F.cross_entropy(model(x.requires_grad_()), y)
+        if scale:
+            (slope,) = torch.autograd.grad(6 * total, x, create_graph=True)
+            total = total + slope.square().sum() / 6
+        total.backward(create_graph=odd and kind == "create_graph")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = squares(optimizer, model)
+        told += [str(w.message) for w in caught]
+        for n, p in model.named_parameters():
+            mean = bool(scale) and n.endswith("weight")
+            expected = 6 * p.grad.detach() ** 2 if mean else exact[n].square().mean(0)
+            torch.testing.assert_close(found[n], expected, rtol=1e-10, atol=1e-14)
+        optimizer.step()
+    assert [line.split(":")[0] for line in told] == ["OGN does not support 0.weight, 2.weight"] * (kind == "penalty")
+
+
+@pytest.mark.parametrize("shared", ["bias", "chain"])
+def test_layers_that_share_a_bias(shared: str) -> None:
+    """In the chain, the first and the second layer share a weight, and the second and the third a bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    first, second, third = model[0], model[2], model[4]
+    if shared == "chain":
+        second.weight, third.bias = first.weight, second.bias
+    else:
+        second.bias = first.bias
+    optimizer = OGN(model, num_data=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for how in ("plain", "discarded", "micro-batches", "parts"):
+            x, y = torch.randn(6, 3, **F64), torch.randint(0, 3, (6,))
+            optimizer.zero_grad()
+            if how == "discarded":
+                model(torch.randn(4, 3, **F64)).sum().backward()
+                optimizer.zero_grad()
+            parts = [slice(0, 6)] if how in ("plain", "discarded") else [slice(0, 4), slice(4, 6)]
+            total = torch.zeros((), **F64)
+            for part in parts:
+                loss = F.cross_entropy(model(x[part]), y[part], reduction="sum") / 6
+                total = total + loss
+                loss.backward() if how != "parts" else None
+            total.backward() if how == "parts" else None
+            found = squares(optimizer, model)
+            for n, each in per_example(model, x, y).items():
+                torch.testing.assert_close(found[n], each.square().mean(0), rtol=1e-10, atol=1e-14)
+            optimizer.step()

@@ -67,6 +67,7 @@ class GradientMarks:
             (gradients that are zeroed in place, autocast), values are compared every ten passes.
         twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
             that of a gradient penalty, adds terms that the layers do not know.
+        extended: those of them whose gradient has such terms, by its value in the latest pass that began at zero.
         foreign: parameters with a term of a pass in which their layers were not called, as that of a penalty.
         close: removes the hooks.
     """
@@ -79,6 +80,7 @@ class GradientMarks:
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
         self._averaged: tuple[int, list[Tensor]] = -1, []  # a pass, and parameters that are averaged at its end
         self.twice: set[Tensor] = set()
+        self.extended: set[Tensor] = set()
         self.foreign: set[Tensor] = set()
         self.by_value = False  # whether gradients were changed through `.grad.data`, which has no version
         self._steps = 0
@@ -124,7 +126,7 @@ class GradientMarks:
             if before != task:
                 calls, total, from_zero = 0, None, self._is_zero(p)
                 first = gradient.data_ptr(), gradient._version
-            if p not in self._calls:
+            if p not in self._calls or p in self.twice:
                 gradient = gradient.detach().clone() if p._backward_hooks else gradient.detach()  # hooks may change it
                 total = gradient if total is None else total + gradient
             self._sums[p] = task, calls + 1, total, from_zero, first
@@ -169,11 +171,14 @@ class GradientMarks:
         # of a gradient. It remains in the gradient until that is zero.
         known = called and (from_zero or (p not in self.twice and (old is None or old.version >= 0)))
         if from_zero and called:
+            explained = True
             if total is not None:
-                self._calls[p] = calls
                 rest = (gradient - total.to(gradient)).norm()
                 eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
                 explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
+            (self.extended.discard if explained or p not in self.twice else self.extended.add)(p)
+            if p not in self._calls:
+                self._calls[p] = calls
                 (self._unexplained.discard if explained else self._unexplained.add)(p)
             else:
                 # Autograd adds further terms in place, or to a copy.
@@ -303,7 +308,7 @@ class GradientMarks:
         self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
         self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
         self._gathered = dict(earlier._gathered)
-        self.twice, self.foreign = set(earlier.twice), set(earlier.foreign)
+        self.twice, self.extended, self.foreign = set(earlier.twice), set(earlier.extended), set(earlier.foreign)
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""

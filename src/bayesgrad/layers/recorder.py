@@ -69,7 +69,7 @@ class Hook:
     def __init__(self, recorder: LayerRecorder | None = None) -> None:
         self.recorder = weakref.ref(recorder) if recorder is not None else lambda: None
         self.counter = torch.zeros((), dtype=torch.int64) if recorder is None else recorder.counter
-        self.sizes = torch.zeros(MAX_DIMS, dtype=torch.int64) if recorder is None else recorder.sizes
+        self.sizes = None if recorder is None else recorder.sizes
 
     def __reduce__(self) -> tuple:
         return type(self), ()
@@ -90,9 +90,12 @@ class OutputHook(Hook):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         if torch.compiler.is_compiling():
-            if isinstance(output, Tensor) and output.dim() <= MAX_DIMS:
+            if self.sizes is not None and isinstance(output, Tensor) and output.dim() <= MAX_DIMS:
+                number = self.counter.reshape(1)
+                place = number % MAX_PASSES
+                self.sizes[0].index_copy_(0, place, number)
                 for dim in range(MAX_DIMS):
-                    self.sizes[dim].fill_(output.shape[dim] if dim < output.dim() else 0)
+                    self.sizes[1 + dim].index_fill_(0, place, output.shape[dim] if dim < output.dim() else 0)
         elif (recorder := self.recorder()) is not None:
             recorder.end_pass(args, kwargs, output)
 
@@ -205,7 +208,8 @@ class LayerRecorder:
         self.passes: dict[int, ForwardPass] = {}
         self.backward_id = -1  # the latest backward pass
         self.counter = torch.zeros((), dtype=torch.int64)
-        self.sizes = torch.zeros(MAX_DIMS, dtype=torch.int64)  # the shape of a compiled model's outputs
+        # Of the latest passes of a compiled model: their numbers, and the shapes of their outputs.
+        self.sizes = torch.zeros(1 + MAX_DIMS, MAX_PASSES, dtype=torch.int64)
         self.last_call: tuple[Any, tuple, dict] | None = None
         handles = [model.register_forward_pre_hook(PassCounter(self))]
         handles.append(model.register_forward_hook(OutputHook(self), with_kwargs=True))
@@ -218,6 +222,8 @@ class LayerRecorder:
                     site = Site(module)
                     SITES[site.handle] = site
                     module.__dict__.update({SITE: site, "forward": MethodType(run, module)})
+                else:  # all recorders have the same numbers of passes
+                    self.counter.copy_(torch.maximum(self.counter, site.counter))
                 site.parts = parts_of(module)
                 site.counter = self.counter
                 entry = (weakref.ref(self), name)
@@ -263,7 +269,9 @@ class LayerRecorder:
         """The shapes of a forward pass; None if the model did not return a tensor with examples."""
         if forward_id < COMPILED:
             return self.passes.get(forward_id)
-        shape = torch.Size(size for size in self.sizes.tolist() if size)
+        number = forward_id - COMPILED
+        noted, *sizes = self.sizes[:, number % MAX_PASSES].tolist()
+        shape = torch.Size(size for size in sizes if size and noted == number)
         return ForwardPass(shape, class_dim=-1 if len(shape) < 4 else 1) if shape else None
 
     def pass_of(self, outputs: Tensor) -> ForwardPass | None:
@@ -403,6 +411,8 @@ def _remove(handles: list[Any], added: list[tuple[Site, Any]]) -> None:
         handle.remove()
     for site, entry in added:
         site.recorders.remove(entry)
+        alive = [recorder for ref, _ in site.recorders if (recorder := ref()) is not None]
+        site.counter = alive[-1].counter if alive else site.counter  # that of this one counts no more passes
         module = site.module()
         if not site.recorders and module is not None and module.__dict__.get(SITE) is site:
             del module.__dict__[SITE], module.__dict__["forward"]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.distributed import Exchange, Sum
@@ -59,16 +59,21 @@ class PerExampleSquares(Source):
         self.norms = [module for module in self.recorded.model.modules() if isinstance(module, layers.NORMS)]
         self.layouts = self.row_layouts()
         self.shapes: dict[int, tuple[torch.Size, ...]] = {}  # of the outputs of forward passes
-        modules = self.recorded.recorder.layers.values()
-        owners = [set(layers.own_parameters(module).values()) for module in modules]
-        self.siblings = {  # modules that share parameters, whose gradients are summed before they are squared
-            module: min(i for i, other in enumerate(owners) if own & other) for module, own in zip(modules, owners)
-        }
+        # Modules that share parameters, directly or by others, whose gradients are summed before they are squared.
+        self.siblings: dict[nn.Module, int] = {}
+        self.parameters: dict[int, set[Tensor]] = {}
+        for i, module in enumerate(self.recorded.recorder.layers.values()):
+            own = set(layers.own_parameters(module).values())
+            joined = [key for key, others in self.parameters.items() if own & others]
+            self.parameters[i] = own.union(*(self.parameters.pop(key) for key in joined))
+            self.siblings |= {m: i for m, key in self.siblings.items() if key in joined} | {module: i}
         self.forget(observed=True)
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)
-        self.pending: dict[int, list[LayerCall]] = {}  # the calls of the latest pass, by the first of the siblings
+        # Of the latest pass, by siblings: the number of its losses, and the calls.
+        self.pending: dict[int, tuple[Any, list[LayerCall]]] = {}
+        self.began: dict[int, int] = {}  # siblings -> their latest backward pass
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, Any] = {}
         self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
@@ -99,10 +104,11 @@ class PerExampleSquares(Source):
     def receive(self, call: LayerCall, restarted: bool) -> None:
         key, forward = self.siblings[call.module], self.recorded.forward_pass(call)
         call = self._with_layout(call, forward)
-        before = self.pending.get(key)
-        if restarted:
+        count = self._count(call, forward)
+        _, before = self.pending.get(key, (0, []))
+        if restarted and self._restarts(key, call):
             self.pending.pop(key, None)
-            for p in layers.own_parameters(call.module).values():
+            for p in self.parameters[key]:
                 self.sums.pop(p, None)
                 self.counts.pop(p, None)
                 self.mixed.discard(id(p))
@@ -110,11 +116,18 @@ class PerExampleSquares(Source):
             self.losses = {k: one for k, one in self.losses.items() if one[0] == call.backward_id}
         elif before and before[-1].pass_id != call.pass_id:
             self.squared.add((key, before[-1].pass_id))
-            self._square(self.pending.pop(key))
+            self._square(*self.pending.pop(key))
+        self.began[key] = call.backward_id
         if (key, call.pass_id) in self.squared:
             self.lost = call.name
-        self.pending.setdefault(key, []).append(call.kept())
-        self.losses[call.pass_id] = call.backward_id, self._count(call, forward)
+        self.pending.setdefault(key, (count, []))[1].append(call.kept())
+        self.losses[call.pass_id] = call.backward_id, count
+
+    def _restarts(self, key: int, call: LayerCall) -> bool:
+        """Whether a call is the first of siblings in a backward pass, and the gradients of all of them are zero."""
+        others = self.parameters[key].difference(layers.own_parameters(call.module).values())
+        marks = self.recorded.marks
+        return self.began.get(key) != call.backward_id and marks.restarted([p for p in others if p.requires_grad])
 
     def _count(self, call: LayerCall, forward: ForwardPass | None) -> Any:
         """The number of losses of the pass of a call."""
@@ -124,10 +137,14 @@ class PerExampleSquares(Source):
         share = self.shares.get(min(call.forward_id, COMPILED))
         return count if share is None else count * share
 
-    def _square(self, calls: Sequence[LayerCall]) -> None:
-        """Adds the squares of one pass."""
+    def _square(self, count: Any, calls: Sequence[LayerCall]) -> None:
+        """Adds the squares of one pass.
+
+        Args:
+            count: the number of its losses when it was received; a later pass of a compiled model has another share.
+            calls: of siblings.
+        """
         self.mixed |= layers.mixed_parameters(calls)
-        count = self._count(calls[0], self.recorded.forward_pass(calls[0]))
         for p, columns in layers.gradients_of_calls(calls).items():
             squares = columns.squares()
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
@@ -137,8 +154,8 @@ class PerExampleSquares(Source):
         frozen = [p for p in params if not p.requires_grad]  # since the backward pass
         for p in frozen:
             p.requires_grad_(True)
-        for calls in self.pending.values():
-            self._square(calls)
+        for count, calls in self.pending.values():
+            self._square(count, calls)
         for p in frozen:
             p.requires_grad_(False)
         self.pending = {}
@@ -225,7 +242,7 @@ class PerExampleSquares(Source):
             raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
         known = marks.unexplained
-        twice = {p for p in marks.twice if marks.accumulated_twice(p)}
+        twice = {p for p in marks.twice if p in marks.extended or marks.accumulated_twice(p)}
         odd = {p for p in self.sums if p in known or p in twice or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
         common = marks.factor() if alone and marks.untouched([p for p in params if p in self.sums]) else None
