@@ -265,12 +265,21 @@ class RecordedLayer(torch.autograd.Function):
 def forward(self: nn.Module, input: Tensor, *rest: Any, **options: Any) -> Tensor:
     """The forward pass of a recorded module. A call with further arguments is not recorded."""
     weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-    plain = weight is None or rest or options  # a weight may be pruned later
+    plain = weight is None or rest or options or is_derived(self, "weight", "bias")  # as one that is pruned later
     plain = plain or getattr(self, "sparse", False)  # an embedding with sparse gradients
     if plain or not is_recorded(self, weight, bias):
         return type(self).forward(self, input, *rest, **options)
     x = input if isinstance(self, nn.Linear) else prepare(self, input)
     return applied(self, x, weight, bias)  # pyright: ignore[reportArgumentType]
+
+
+def is_derived(module: nn.Module, *names: str) -> bool:
+    """Whether a module computes with another tensor than its parameter of a name: one that is pruned or parametrised.
+
+    No attribute is read, because a parametrisation may change its state when it is.
+    """
+    given, kind = (module.__dict__, module._buffers), type(module)
+    return any(any(isinstance(some.get(name), Tensor) for some in given) or hasattr(kind, name) for name in names)
 
 
 def is_recorded(module: nn.Module, *params: Tensor | None) -> bool:
