@@ -80,6 +80,7 @@ class Site:
     """The recorders of one module. A copy of the module (deepcopy, pickle) has none."""
 
     handles = count()
+    calls = count()
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = weakref.ref(module) if module is not None else lambda: None
@@ -229,6 +230,7 @@ class RecordedLayer(torch.autograd.Function):
         compiled = isinstance(handle, Tensor)
         ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
         ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
+        ctx.call_id = None if compiled else next(Site.calls)  # the address of a node that was freed is used again
         # A tensor of the caller, or a view of one: a parameter, for example, which changes before the step.
         ctx.volatile = not compiled and (x if x._base is None else x._base).is_leaf
         ctx.bias_shape = [0] if bias is None else list(bias.shape)
@@ -254,7 +256,7 @@ class RecordedLayer(torch.autograd.Function):
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None and (nodes := site.nodes_of(ctx)) is not None:
             by_weight, by_bias = site.gradients(
-                ctx.op, error, a, w, tuple(needs), ctx.forward_id, ctx.volatile, nodes, id(ctx)
+                ctx.op, error, a, w, tuple(needs), ctx.forward_id, ctx.volatile, nodes, ctx.call_id
             )
         else:
             by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)
