@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, is_derived
@@ -99,8 +100,12 @@ def _own_forward(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 
 def _own_weight(module: nn.Module) -> bool:
-    """Whether the module computes with its parameters, and not with tensors that are computed from them."""
-    there = module._parameters.get("weight") is not None and "parametrizations" not in module._modules
+    """Whether the module computes with its parameters, and not with tensors that are computed from them.
+
+    A weight without entries (a layer of no features) has no matrix, so the bias is left to the fallback.
+    """
+    weight = module._parameters.get("weight")
+    there = weight is not None and "parametrizations" not in module._modules and (is_lazy(weight) or weight.numel() > 0)
     return there and not is_derived(module, "weight", "bias")
 
 
