@@ -390,6 +390,20 @@ def test_observations_that_are_not_finite_are_refused_beside_finite_gradients(na
     assert not states(optimizer)
 
 
+@every_rule
+@pytest.mark.parametrize("sizes", [(0, 4), (6, 0)])
+@pytest.mark.filterwarnings("ignore:.* does not support", "ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_features_is_left_to_the_fallback(name: str, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(*sizes), nn.Tanh(), nn.Linear(sizes[1], 3), nn.Linear(3, 3)).double()
+    optimizer, before = RULES[name](model), weights(model)
+    for index in range(2):
+        passes(model, optimizer, index, x=data(index)[0][:, : sizes[0]])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters() if p.numel())
+
+
 # --- readers of a weight beside its layer ---
 
 

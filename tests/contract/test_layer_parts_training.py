@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -244,6 +244,81 @@ def test_a_layer_that_is_pruned_later_is_trained_by_the_fallback() -> None:
         close(mine.grad, theirs.grad, 1e-12)
     with pytest.warns(UserWarning, match=r"FOOF does not support layer\.weight_ih_l0"):
         optimizer.step()
+
+
+class Last(nn.Module):
+    """A recurrent layer or attention, without its state or weights."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(*(x,) * (3 if isinstance(self.layer, nn.MultiheadAttention) else 1))[0]
+
+
+class Sizes(nn.Module):
+    """Attention to keys of another size than queries, whose three biases are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, kdim=3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x[..., :3], x)[0]
+
+
+BIASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "Linear": (lambda: nn.Linear(4, 4), "", "bias"),
+    "Conv": (lambda: nn.Conv1d(3, 3, 1), "", "bias"),
+    "LayerNorm": (lambda: nn.LayerNorm(4), "", "bias"),
+    "BatchNorm": (lambda: nn.BatchNorm1d(3), "", "bias"),
+    "LSTM": (lambda: Last(nn.LSTM(4, 4, batch_first=True)), "layer", "bias_ih_l0"),
+    "attention in": (lambda: Last(nn.MultiheadAttention(4, 2, batch_first=True)), "layer", "in_proj_bias"),
+    "attention out": (lambda: Last(nn.MultiheadAttention(4, 2, batch_first=True)), "layer.out_proj", "bias"),
+    "attention sizes": (lambda: Sizes(), "layer", "in_proj_bias"),
+}
+DERIVED: dict[str, Callable[[nn.Module, str], Any]] = {
+    "pruned": lambda module, name: prune.l1_unstructured(module, name, 2),
+    "parametrised": lambda module, name: parametrize.register_parametrization(module, name, nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("layer", list(BIASES))
+@pytest.mark.parametrize(("how", "when"), [*product(("pruned", "parametrised"), ("before", "after"))])
+@pytest.mark.parametrize("rule", [FOOF, OGN])
+def test_a_bias_that_is_computed_stays_in_the_forward_pass(layer: str, how: str, when: str, rule: Any) -> None:
+    """Outputs and gradients are those of the same model without an optimizer, and the fallback trains the layer."""
+    build, path, name = BIASES[layer]
+    model = nn.Sequential(build(), nn.Flatten(), nn.Linear(12, CLASSES))
+    nn.init.normal_(getattr(model[0].get_submodule(path), name), 1.0)
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(N, 3, 4), torch.arange(N) % CLASSES
+    options: Any = {} if rule is FOOF else {"num_data": 100}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer = rule(model, **options) if when == "after" else None
+        for one in (model, plain):
+            DERIVED[how](one[0].get_submodule(path), name)
+        optimizer = optimizer or rule(model, **options)
+        for one in (plain, model):
+            outputs = one(x)
+            F.cross_entropy(outputs, y).backward()
+        close(outputs, plain(x), 1e-12)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            close(mine.grad, theirs.grad, 1e-12)
+        optimizer.step()
+    assert any("does not support" in str(one.message) for one in told)
+
+
+def test_a_bias_that_is_a_buffer_stays_in_the_forward_pass() -> None:
+    layer, x = nn.Linear(4, 2), torch.randn(N, 4)
+    del layer.bias
+    layer.register_buffer("bias", torch.tensor([1.0, 2.0]))
+    with pytest.warns(UserWarning, match="FOOF does not support weight"):
+        optimizer = FOOF(layer)
+    close(layer(x), x @ layer.weight.T + layer.bias, 1e-12)
+    optimizer.zero_grad()
 
 
 def test_names_of_parts() -> None:

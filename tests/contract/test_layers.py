@@ -176,6 +176,35 @@ def test_uses_of_a_shared_layer_add_up() -> None:
     torch.testing.assert_close(before["first.bias"] - 0.1 * expected[:, -1], model.first.bias.detach())
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_calls_of_a_shared_layer_add_up_under_checkpointing(reentrant: bool | None) -> None:
+    """Each call has a checkpoint of its own, whose graph is freed before the next one is computed again."""
+    torch.manual_seed(0)
+    shared, head = nn.Linear(6, 6).double(), nn.Linear(6, 3).double()
+    x, y = data()
+    inputs = [x.requires_grad_()]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.head = shared, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = self.shared(x) if reentrant is None else checkpoint(self.shared, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    model = Model()
+    optimizer = FOOF(model)
+    for _ in range(3):
+        inputs.append(shared(inputs[-1]))
+    moment = sum((a := torch.cat([i, torch.ones(8, 1).double()], 1)).T @ a for i in inputs) / 8
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    found = optimizer.state[shared.weight]["input_moment"][0]
+    torch.testing.assert_close(found.tril(), moment.detach().tril())  # the other triangle is not stored
+
+
 class Wrapped(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -270,6 +270,36 @@ def test_a_backward_pass_of_a_penalty_adds_to_the_gradient(name: str, first: str
         torch.testing.assert_close(results[1][name], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("loop", ["every second", "zeroed in place", "second micro-batch"])
+@pytest.mark.parametrize("penalty", ["weights", "gradients"])
+@pytest.mark.parametrize("name", ["NaturalGradient", "FOOF", "KFAC", "KroneckerFilter", "KroneckerFilterFP-prior"])
+@pytest.mark.filterwarnings("ignore:.* does not support")
+def test_a_penalty_in_some_of_the_steps_adds_to_the_gradient(name: str, penalty: str, loop: str) -> None:
+    """The step is that of assigned gradients, also where the pass before had no such term."""
+    results = []
+    for assigned in (False, True):
+        model = small_model(torch.float64, width=20)
+        optimizer: Any = next(case for case in CASES if case.name == name).of(model)
+        params = list(model.parameters())
+        for index in range(12):
+            optimizer.zero_grad(set_to_none=loop != "zeroed in place")
+            for part in range(2 if loop == "second micro-batch" else 1):
+                x, y = (t[:2] for t in batch(2 * index + part, torch.float64))  # so few rows replace a gradient
+                outputs = model(x)
+                loss = nn.functional.cross_entropy(outputs, y)
+                optimizer.observe(outputs, loss=loss, labels=y)
+                if part or index % {"every second": 2, "zeroed in place": 4}.get(loop, 13) == 1:
+                    of = torch.autograd.grad(loss, params, create_graph=True) if penalty == "gradients" else params
+                    loss = loss + sum(p.square().sum() for p in of)
+                loss.backward()
+            for p in params if assigned else ():
+                p.grad = p.grad.clone()  # pyright: ignore[reportOptionalMemberAccess]
+            optimizer.step()
+        results.append(weights(model))
+    for key, expected in results[0].items():
+        torch.testing.assert_close(results[1][key], expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_pass_of_second_derivatives_has_no_squares_of_examples() -> None:
     """Layers do not see these terms, so the parameters are named in a warning, as with one pass of the sum."""
     model = small_model(torch.float64, width=20)

@@ -80,6 +80,7 @@ class Site:
     """The recorders of one module. A copy of the module (deepcopy, pickle) has none."""
 
     handles = count()
+    calls = count()
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = weakref.ref(module) if module is not None else lambda: None
@@ -229,6 +230,7 @@ class RecordedLayer(torch.autograd.Function):
         compiled = isinstance(handle, Tensor)
         ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
         ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
+        ctx.call_id = None if compiled else next(Site.calls)  # the address of a node that was freed is used again
         # A tensor of the caller, or a view of one: a parameter, for example, which changes before the step.
         ctx.volatile = not compiled and (x if x._base is None else x._base).is_leaf
         ctx.bias_shape = [0] if bias is None else list(bias.shape)
@@ -254,7 +256,7 @@ class RecordedLayer(torch.autograd.Function):
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None and (nodes := site.nodes_of(ctx)) is not None:
             by_weight, by_bias = site.gradients(
-                ctx.op, error, a, w, tuple(needs), ctx.forward_id, ctx.volatile, nodes, id(ctx)
+                ctx.op, error, a, w, tuple(needs), ctx.forward_id, ctx.volatile, nodes, ctx.call_id
             )
         else:
             by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)
@@ -265,12 +267,21 @@ class RecordedLayer(torch.autograd.Function):
 def forward(self: nn.Module, input: Tensor, *rest: Any, **options: Any) -> Tensor:
     """The forward pass of a recorded module. A call with further arguments is not recorded."""
     weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-    plain = weight is None or rest or options  # a weight may be pruned later
+    plain = weight is None or rest or options or is_derived(self, "weight", "bias")  # as one that is pruned later
     plain = plain or getattr(self, "sparse", False)  # an embedding with sparse gradients
     if plain or not is_recorded(self, weight, bias):
         return type(self).forward(self, input, *rest, **options)
     x = input if isinstance(self, nn.Linear) else prepare(self, input)
     return applied(self, x, weight, bias)  # pyright: ignore[reportArgumentType]
+
+
+def is_derived(module: nn.Module, *names: str) -> bool:
+    """Whether a module computes with another tensor than its parameter of a name: one that is pruned or parametrised.
+
+    No attribute is read, because a parametrisation may change its state when it is.
+    """
+    given, kind = (module.__dict__, module._buffers), type(module)
+    return any(any(isinstance(some.get(name), Tensor) for some in given) or hasattr(kind, name) for name in names)
 
 
 def is_recorded(module: nn.Module, *params: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ parts to the recorders, with examples in the first dimension and time steps or t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bayesgrad.layers.attention import attend
-from bayesgrad.layers.call import SITE, Part, is_recorded
+from bayesgrad.layers.call import SITE, Part, is_derived, is_recorded
 from bayesgrad.layers.recurrent import recur
 
 OWNER, PATHS = "_bayesgrad_owner", "_bayesgrad_paths"  # attributes of a part
@@ -39,7 +39,7 @@ def parts_of(module: nn.Module) -> Mapping[str, nn.Module]:
     """The parts of a module by their names in it; empty for a module that has none. They are the same in all calls."""
     kind = _kind_of(module)
     paths = {} if kind is None else kind.paths(module)
-    if kind is None or any(_value(module, path) is None for path, _ in paths.values()):
+    if kind is None or not _has_own(module, paths.values()):
         return {}
     if _PARTS.get(module, {}).keys() != paths.keys():
         _PARTS[module] = {key: kind.build(module, _value(module, path)) for key, (path, _) in paths.items()}
@@ -63,8 +63,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         parts[key] = Part(module, *(_value(self, path) for path in module.__dict__[PATHS]))
     found = None
     params = [p for part in parts.values() for p in (part.weight, part.bias)]
-    pruned = any(part.weight is None for part in parts.values())  # later than it was recorded
-    if kind is not None and not pruned and is_recorded(self, *params):
+    own = _has_own(self, [part.module.__dict__[PATHS] for part in parts.values()])  # not if they were pruned later
+    if kind is not None and own and is_recorded(self, *params):
         found = kind.run(self, parts, *args, **kwargs)
     return type(self).forward(self, *args, **kwargs) if found is None else found
 
@@ -101,10 +101,23 @@ def _value(module: nn.Module, path: str | None) -> Any:
     """The parameter at a path, or the tensor that functional_call has put in its place."""
     if path is None:
         return None
+    module, name = _place(module, path)
+    return module._parameters.get(name)
+
+
+def _has_own(module: nn.Module, paths: Iterable[Paths]) -> bool:
+    """Whether the weights and biases at these paths are parameters, and not computed from them."""
+    paths = list(paths)
+    there = all(_value(module, weight) is not None for weight, _ in paths)
+    return there and not any(is_derived(*_place(module, path)) for both in paths for path in both if path is not None)
+
+
+def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter at a path, and the name of that."""
     *inner, name = path.split(".")
     for key in inner:
         module = module._modules[key]  # pyright: ignore[reportAssignmentType]
-    return module._parameters.get(name)
+    return module, name
 
 
 _PARTS: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.WeakKeyDictionary()
@@ -162,6 +175,7 @@ KINDS: dict[type[nn.Module], Composite] = {
         lambda module: (
             type(module.out_proj) is NonDynamicallyQuantizableLinear
             and "parametrizations" not in module.out_proj._modules
+            and not is_derived(module, "in_proj_bias")
             and module.bias_k is None
             and not module.add_zero_attn
         ),

@@ -64,7 +64,8 @@ class GradientMarks:
             weight, or one that the model also uses directly. It is found in the first pass by comparing values, and
             again in the pass that follows one in which the layers were called more or less often, or whose gradient is
             not in the memory of what a layer returned, changed as often as there are further calls. If it never is
-            (gradients that are zeroed in place, autocast), values are compared every ten passes.
+            (gradients that are zeroed in place, autocast), values are compared every ten passes, and the gradient never
+            counts as untouched: any of them may have a term that the others do not have.
         twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
             that of a gradient penalty, adds terms that the layers do not know.
         extended: those of them whose gradient has such terms, by its value in the latest pass that began at zero.
@@ -171,6 +172,9 @@ class GradientMarks:
         # of a gradient. It remains in the gradient until that is zero.
         known = called and (from_zero or (p not in self.twice and (old is None or old.version >= 0)))
         if from_zero and called:
+            # Autograd adds further terms in place, or to a copy.
+            alone = gradient.data_ptr() == memory and gradient._version == version + calls - 1
+            known = alone and calls == self._calls.get(p, calls)
             explained = True
             if total is not None:
                 rest = (gradient - total.to(gradient)).norm()
@@ -180,10 +184,8 @@ class GradientMarks:
             if p not in self._calls:
                 self._calls[p] = calls
                 (self._unexplained.discard if explained else self._unexplained.add)(p)
-            else:
-                # Autograd adds further terms in place, or to a copy.
-                alone = gradient.data_ptr() == memory and gradient._version == version + calls - 1
-                known = self._is_as_checked(p, calls, alone)
+            elif self._is_check_due(p, calls, alone):
+                self._calls.pop(p, None)
         if whole is not p:
             self._gathered[p] = self._gathered.get(p, 0) + 1
             return
@@ -205,27 +207,23 @@ class GradientMarks:
             version = gradient._version if old.version >= 0 else -1
             self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), old.passes)
 
-    def _is_as_checked(self, p: Tensor, calls: int, whole: bool) -> bool:
-        """Whether a gradient has the terms that it had when it was last checked; else it is checked in the next pass.
+    def _is_check_due(self, p: Tensor, calls: int, alone: bool) -> bool:
+        """Whether the values of a gradient are compared in the next pass, because it may have other terms than before.
 
         Args:
             calls: of its layers.
-            whole: whether it consists of their gradients alone; if False, this is not known.
+            alone: whether it consists of their gradients alone; if False, this is not known.
         """
-        same = calls == self._calls.get(p)
-        if whole:
+        due = calls != self._calls.get(p)
+        if alone:
             self._opaque.pop(p, None)
-            due = not same or p in self._unexplained
-        elif p in self._opaque:
+            return due or p in self._unexplained
+        if p in self._opaque:
             self._opaque[p] = (self._opaque[p] + 1) % CHECK_EVERY
-            due = not same or not self._opaque[p]
-        else:
-            due = not same or p not in self._unexplained
-            self._opaque |= {p: 0} if due else {}
-            same = not due
-        if due:
-            self._calls.pop(p, None)
-        return same
+            return due or not self._opaque[p]
+        due = due or p not in self._unexplained
+        self._opaque |= {p: 0} if due else {}
+        return due
 
     def is_marked(self, p: Tensor) -> bool:
         """Whether a gradient is the tensor that the last pass has added to."""
@@ -247,14 +245,15 @@ class GradientMarks:
         self.foreign.difference_update(params)
         return True
 
-    def untouched(self, params: Iterable[Tensor], passes: int | None = 1) -> bool:
-        """Whether so many backward passes (any number, for None) made these gradients, which were not changed since.
+    def untouched(self, params: Iterable[Tensor]) -> bool:
+        """Whether one backward pass of their layers made these gradients, which were not changed since.
 
-        This is not known of DTensors: other processes may have changed theirs.
+        It is not known of further passes, whose terms are added to the same memory, and of DTensors, which other
+        processes may have changed.
         """
         found = [(None if self.sharded and is_shard(p) else self.marks.get(p), p.grad) for p in params]
         return not self.by_value and all(
-            mark is not None and mark.untouched(gradient) and passes in (None, mark.passes) for mark, gradient in found
+            mark is not None and mark.untouched(gradient) and mark.passes == 1 for mark, gradient in found
         )
 
     def check_values(self) -> None:

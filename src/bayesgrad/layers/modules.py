@@ -2,9 +2,10 @@
 
 `known_layers` lists those of a model, including the linear layers inside of recurrent layers and attention.
 
-Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight with a
-parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position, feature), in the dtype
-of the state. The input of a layer is here what its weight is applied to: see `layers.operations.prepare`.
+Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight or bias that is
+pruned or has a parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position,
+feature), in the dtype of the state. The input of a layer is here what its weight is applied to: see
+`layers.operations.prepare`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import LayerCall, is_derived
 from bayesgrad.layers.call import forward as recorded_forward
 from bayesgrad.layers.combination import summed
 from bayesgrad.layers.layout import MIXED, RowLayout
@@ -98,7 +100,13 @@ def _own_forward(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
 
 
 def _own_weight(module: nn.Module) -> bool:
-    return module._parameters.get("weight") is not None and "parametrizations" not in module._modules
+    """Whether the module computes with its parameters, and not with tensors that are computed from them.
+
+    A weight without entries (a layer of no features) has no matrix, so the bias is left to the fallback.
+    """
+    weight = module._parameters.get("weight")
+    there = weight is not None and "parametrizations" not in module._modules and (is_lazy(weight) or weight.numel() > 0)
+    return there and not is_derived(module, "weight", "bias")
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -302,7 +302,7 @@ class Woodbury(NetworkPreconditioner):
     def _projected(self, p: Tensor, columns: PerExampleGradients) -> Tensor:
         """G'g."""
         marks, found = self.recorded.marks, self.projections.get(p)
-        if found is None or p in marks.unexplained or not marks.untouched([p], passes=None):
+        if found is None or p in marks.unexplained or not marks.untouched([p]):
             return columns.project(shards.whole(shards.placed(gradient_of(p).to(kind(columns)), p)))
         factor = self.gradient_factor
         return found if factor is None else found * factor.to(found)
