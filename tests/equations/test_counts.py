@@ -838,3 +838,83 @@ def test_one_example_without_a_dimension_of_examples(network: str) -> None:
     ):
         with pytest.raises(ValueError, match=r"must have a dimension of examples, got those of one example"):
             optimizer.observe(model(x))
+
+
+# --- layers that are applied to selected rows ---
+
+
+class Selected(nn.Module):
+    """Tokens that a mask selects are rows of a layer, and are added up for each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.inner(x[mask]).tanh()
+        return self.head(rows.new_zeros(len(x), 3).index_add(0, mask.nonzero()[:, 0], rows))
+
+
+def first_tokens(*lengths: int) -> Tensor:
+    """A mask of sequences of three tokens."""
+    return torch.arange(3) < torch.tensor(lengths)[:, None]
+
+
+def with_ones(rows: Tensor) -> Tensor:
+    return torch.cat([rows.detach(), rows.new_ones(len(rows), 1)], 1)
+
+
+def test_foof_with_any_number_of_selected_rows() -> None:
+    """A = (1/N) Σ a a' over the selected tokens, also of batches with other numbers of them than the first."""
+    torch.manual_seed(1)
+    x, y, model = torch.randn(4, 3, 2, dtype=D), torch.tensor([0, 1, 1, 0]), Selected()
+    optimizer = FOOF(model, ema=0.0, stats_every=1)
+    for lengths in ((2, 1, 1, 1), (2, 2, 0, 0), (3, 3, 3, 0), (3, 3, 3, 1), (3, 3, 0, 0)):
+        mask = first_tokens(*lengths)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, mask), y).backward()
+        optimizer.step()
+        rows = with_ones(x[mask])
+        close(symmetric(optimizer.state[model.inner.weight]["input_moment"])[0], rows.T @ rows / 4)
+
+
+class MaskedTokens(nn.Module):
+    """Returns logits of masked tokens alone, or those of all tokens as one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.places, self.head = nn.Embedding(8, 3), nn.Embedding(6, 3), nn.Linear(3, 8)
+        self.double()
+
+    def forward(self, x: Tensor, masked: Tensor) -> Tensor:
+        hidden = (self.table(x) + self.places(torch.arange(x.shape[1]))).tanh()
+        self.rows = (hidden + hidden.mean(1, keepdim=True))[masked]
+        return self.head(self.rows)
+
+
+@pytest.mark.parametrize("number", [7, 8, 9, 10])
+def test_foof_of_a_model_that_returns_masked_tokens(number: int) -> None:
+    """Each row of the head is one loss, whether or not the batch size divides their number."""
+    torch.manual_seed(1)
+    x, masked, model = torch.randint(8, (4, 5)), (torch.randperm(20) < number).view(4, 5), MaskedTokens()
+    optimizer = FOOF(model)
+    F.cross_entropy(model(x, masked), torch.arange(number) % 8).backward()
+    optimizer.step()
+    rows = with_ones(model.rows)
+    close(symmetric(optimizer.state[model.head.weight]["input_moment"])[0], rows.T @ rows / number)
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_foof_of_positions_with_flattened_outputs(length: int) -> None:
+    """Each of the four examples looks up each position once, in (N T) losses."""
+    model = MaskedTokens()
+    optimizer = FOOF(model)
+    outputs = model(torch.arange(4 * length).view(4, length) % 8, torch.ones(4, length, dtype=torch.bool))
+    F.cross_entropy(outputs, torch.arange(4 * length) % 8).backward()
+    optimizer.step()
+    expected = torch.zeros(6, dtype=D)
+    expected[:length] = 1 / length
+    close(optimizer.state[model.places.weight]["input_moment"][0], expected)

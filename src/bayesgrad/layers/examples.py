@@ -41,6 +41,7 @@ class RowLayouts:
         self.tolerant, self.anywhere = tolerant, anywhere
         self._found: dict[tuple[Shapes, str, torch.Size], RowLayout] = {}
         self._shared: set[tuple[Shapes, str, torch.Size]] = set()  # layers whose rows belong to several examples
+        self._hidden: set[Shapes] = set()  # outputs of models that cannot be searched
         self._attempts: Counter[Any] = Counter()
         self._settled: set[Any] = set()
 
@@ -66,16 +67,15 @@ class RowLayouts:
             layout = RowLayout(1, examples) if layers.examples_in(call.module, call.input) == examples else MIXED
         return replace(call, layout=layout)
 
-    def is_shared(self, call: LayerCall, outputs: torch.Size, batch: int) -> bool:
-        """Whether a layer computes something once for all examples; if it is not known, the number of rows decides.
+    def is_shared(self, call: LayerCall, outputs: torch.Size, group: int) -> bool:
+        """Whether a layer computes something once for all examples, as far as a search has shown it.
 
-        Args:
-            batch: the number of examples.
+        If no search was possible, the number of rows decides.
         """
-        place = ((outputs,), 1), call.name, call.error.shape
-        if place in self._found:
-            return place in self._shared
-        return layers.leading_rows(call.module, call.error) % batch != 0
+        key = (outputs,), group
+        if key in self._hidden:
+            return layers.leading_rows(call.module, call.error) % (outputs[0] // group) != 0
+        return (key, call.name, call.error.shape) in self._shared
 
     def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
         """Finds the layouts of the layers that the outputs depend on, unless it was done before.
@@ -97,6 +97,7 @@ class RowLayouts:
             if "checkpoint" not in str(error):
                 raise
             self._settled.add((key, what))  # reentrant checkpointing allows backward() alone
+            self._hidden.add(key)
             return
         rows = weights.repeat_interleave(group)
         weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
