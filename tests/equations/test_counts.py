@@ -918,3 +918,75 @@ def test_foof_of_positions_with_flattened_outputs(length: int) -> None:
     expected = torch.zeros(6, dtype=D)
     expected[:length] = 1 / length
     close(optimizer.state[model.places.weight]["input_moment"][0], expected)
+
+
+@pytest.mark.parametrize("then", [(3, 3, 1, 1), (2, 2, 0, 0), (3, 3, 3, 0)])
+def test_selected_rows_that_are_arranged_in_another_way(then: tuple[int, ...]) -> None:
+    """Two tokens of each sequence have a layout; eight, four or nine in another have the fallback, with a warning."""
+    torch.manual_seed(1)
+    x, y, model = torch.randn(4, 3, 2, dtype=D), torch.tensor([0, 1, 1, 0]), Selected()
+    optimizer = OGN(model, num_data=50)
+    mask = first_tokens(2, 2, 2, 2)
+    F.cross_entropy(model(x, mask), y).backward()
+    each = [F.cross_entropy(model(x[i : i + 1], mask[i : i + 1]), y[i : i + 1]) for i in range(4)]
+    expected = torch.stack([torch.autograd.grad(one, model.inner.weight)[0] for one in each]).square().mean(0)
+    close(squares(optimizer, model)["inner.weight"], expected)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, first_tokens(*then)), y).backward()
+    with pytest.warns(UserWarning, match="does not support inner.weight, inner.bias"):
+        found = squares(optimizer, model)
+    assert model.inner.weight.grad is not None
+    close(found["inner.weight"], 4 * model.inner.weight.grad.square())
+
+
+class Sorted(nn.Module):
+    """Sequences are sorted by their first number, and the last layer gets one token of each, in the order of data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        hidden = self.inner(x[order]).tanh()[order.argsort()]
+        return self.head(hidden[torch.arange(len(x)), (x[:, 0, 1] > 0).long()])
+
+
+def test_rows_that_are_moved_are_searched_again() -> None:
+    """An order that depends on data is found in the next pass with another one, and then not searched any more."""
+    torch.manual_seed(1)
+    x, model, layouts = torch.randn(4, 3, 2, dtype=D), Sorted(), RowLayouts()
+    x = x[x[:, 0, 0].argsort()]
+    recorder, searches, found = LayerRecorder(model, {"inner": model.inner, "head": model.head}), [], []
+    for inputs in (x, x.flip(0), x, x, x, x):
+        outputs = model(inputs)
+        calls = recorder.backpropagate(outputs, torch.ones_like(outputs))
+        before = recorder.captures
+        found.append({c.name: c.layout for c in layouts.attach(calls, outputs, recorder.backpropagate)})
+        searches.append(before - recorder.captures)
+    assert found == [{"inner": RowLayout(1, 4), "head": RowLayout(1, 4)}] + 5 * [
+        {"inner": MIXED, "head": RowLayout(1, 4)}
+    ]
+    assert searches == [2, 2, 0, 0, 0, 0]
+
+
+def test_how_often_layouts_that_may_change_are_searched() -> None:
+    """In each pass if rows are selected; when their number has doubled if a dimension of examples is there."""
+    torch.manual_seed(1)
+    x = torch.randn(4, 3, 2, dtype=D)
+    x = x[x[:, 0, 0].argsort()]
+    mask = first_tokens(2, 2, 2, 2)
+    for model, arguments, expected in (
+        (Selected(), (x, mask), [2, 2, 2, 2, 2, 2]),
+        (Sorted(), (x,), [2, 2, 2, 0, 2, 0]),
+    ):
+        recorder, layouts, searches = LayerRecorder(model, dict(model.named_children())), RowLayouts(), []
+        for _ in expected:
+            outputs = model(*arguments)
+            calls = recorder.backpropagate(outputs, torch.ones_like(outputs))
+            before = recorder.captures
+            layouts.attach(calls, outputs, recorder.backpropagate)
+            searches.append(before - recorder.captures)
+        assert searches == expected

@@ -4,13 +4,17 @@ If the outputs of example j are multiplied by a weight w_j, the errors of its ro
 are powers of two, which change no rounding, so this holds exactly in any precision, but for sums in random order. All
 layouts (outer, N, inner) of a layer's rows are compared; see `layers.layout`. A layer that none of them fits mixes
 examples, or has them in another order, which may depend on the data: it has no per-example gradients.
+
+A layout holds for all passes with the same shapes, unless the graph has an operation above the layer that selects or
+moves rows (an index, `scatter`, `sort`). Then the layouts of rows without further dimensions are searched in each pass,
+and others whenever the number of passes has doubled. A layer whose layout has changed has none from then on.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from bayesgrad import layers
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import SITE, LayerCall, RecordedLayer
 from bayesgrad.layers.layout import MIXED, RowLayout
 
 ATTEMPTS = 8  # with other data, if rows without an error leave several possibilities
 CLEARLY = 8.0  # the ratio of differences from which one layout fits better than another
+SELECTIONS = ("Index", "Gather", "Scatter", "MaskedSelect", "MaskedScatter", "Take", "Sort", "Topk", "Embedding")
 Backpropagate = Callable[[Tensor, Tensor], list[LayerCall]]
 Shapes = tuple[tuple[torch.Size, ...], int]
 
@@ -44,6 +49,8 @@ class RowLayouts:
         self._hidden: set[Shapes] = set()  # outputs of models that cannot be searched
         self._attempts: Counter[Any] = Counter()
         self._settled: set[Any] = set()
+        self._moving: dict[Any, bool] = {}  # passes whose layouts may depend on data, and whether each is searched
+        self._later: Counter[Any] = Counter()  # how many of them came after the first search
 
     def attach(
         self, calls: Sequence[LayerCall], outputs: Tensor, backpropagate: Backpropagate, group: int = 1
@@ -60,11 +67,18 @@ class RowLayouts:
         return [self.of(call, (outputs.shape,), group) for call in calls]
 
     def of(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> LayerCall:
-        """A call with its layout; if that is not known, the first dimension must have one index for each example."""
-        layout = self._found.get(((outputs, group), call.name, call.error.shape))
+        """A call with its layout; if that is not known, the first dimension must have one index for each example.
+
+        The number of rows of a layer that was searched with another number of them may depend on data.
+        """
+        key, shape = (outputs, group), call.error.shape
+        layout = self._found.get((key, call.name, shape))
         if layout is None:
             examples = outputs[0][0] // group
-            layout = RowLayout(1, examples) if layers.examples_in(call.module, call.input) == examples else MIXED
+            others = [other for where, name, other in self._found if (where, name) == (key, call.name)]
+            fits = layers.examples_in(call.module, call.input) == examples
+            selected = any(_is_flat(call) or other[:1] != shape[:1] for other in others)
+            layout = RowLayout(1, examples) if fits and not selected else MIXED
         return replace(call, layout=layout)
 
     def is_shared(self, call: LayerCall, outputs: torch.Size, group: int) -> bool:
@@ -77,18 +91,21 @@ class RowLayouts:
             return layers.leading_rows(call.module, call.error) % (outputs[0] // group) != 0
         return (key, call.name, call.error.shape) in self._shared
 
-    def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
+    def search(
+        self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any, once: bool = False
+    ) -> None:
         """Finds the layouts of the layers that the outputs depend on, unless it was done before.
 
         Args:
             outputs: with the same number of examples.
             what: distinguishes passes with outputs of the same shapes.
+            once: whether it does not matter if layouts depend on data.
         """
         key = tuple(t.shape for t in outputs), group
-        if not self.anywhere((key, what) not in self._settled):
+        if not self.anywhere((key, what) not in self._settled or (not once and self._is_due((key, what)))):
             return
         self._attempts[key, what] += 1
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(self._attempts[key, what] - 1)
         directions = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for t in outputs]
         weights = 2.0 ** (torch.randperm(len(outputs[0]) // group, generator=generator) % 4)
         try:
@@ -105,18 +122,56 @@ class RowLayouts:
         found: dict[Any, RowLayout] = {}
         shared = set()
         settled = True
+        moving, searched = _moving(outputs), (key, what) in self._settled
+        each: set[bool] = set()  # whether layers with a layout that may change are searched in each pass
         for one, other in zip(plain, weighted, strict=True):
             place = key, one.name, one.error.shape
             layout, clear = _best(one, other, weights, eps, self.tolerant)
-            found[place] = layout if found.get(place, layout) == layout else MIXED
+            moves = one.module.__dict__[SITE].handle in moving
+            before = self._found.get(place, layout) if moves and searched else layout
+            found[place] = layout if found.get(place, layout) == layout == before else MIXED
+            each |= {_is_flat(one)} if moves and len(weights) > 1 and found[place] != MIXED else set()
             if layout == MIXED and _is_shared(one, other, eps):
                 shared.add(place)
             settled = settled and clear
+        self._moving.pop((key, what), None)
+        self._moving |= {(key, what): any(each)} if each else {}
         self._found |= found
         if any(layout != MIXED for layout in found.values()):  # else the model itself mixes examples
             self._shared |= shared
         if settled or self._attempts[key, what] >= ATTEMPTS:
             self._settled.add((key, what))
+
+    def _is_due(self, which: Any) -> bool:
+        """Whether the layouts of a pass that was searched are searched again: they may depend on data."""
+        if which not in self._moving:
+            return False
+        self._later[which] += 1
+        return self._moving[which] or self._later[which].bit_count() == 1
+
+
+def _is_flat(call: LayerCall) -> bool:
+    """Whether rows have no dimensions of their own, so that their number may be that of selected ones."""
+    return call.error.dim() < 3
+
+
+def _moving(outputs: Iterable[Tensor]) -> set[int]:
+    """The handles of recorded layers below an operation that selects or moves rows, perhaps as data tell."""
+    above = [node for node in _below(t.grad_fn for t in outputs) if node.name().startswith(SELECTIONS)]
+    recorded = f"{RecordedLayer.__name__}Backward"
+    return {node.handle for node in _below(above) if node.name() == recorded}
+
+
+def _below(nodes: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of an autograd graph from these on."""
+    left = list(dict.fromkeys(nodes))
+    seen = set(left)
+    while left:
+        node = left.pop()
+        yield node
+        following = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(following)
+        left += dict.fromkeys(following)
 
 
 def _is_shared(one: LayerCall, other: LayerCall, eps: float) -> bool:
