@@ -990,3 +990,45 @@ def test_how_often_layouts_that_may_change_are_searched() -> None:
             layouts.attach(calls, outputs, recorder.backpropagate)
             searches.append(before - recorder.captures)
         assert searches == expected
+
+
+class Normalised(nn.Module):
+    """A layer with positions first below BatchNorm; it may also see the examples in the reversed order."""
+
+    def __init__(self, reverse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.head, self.reverse = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), reverse
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.inner(x.transpose(0, 1))  # (positions, examples, features)
+        hidden = self.hidden + self.inner(2 * x.transpose(0, 1).flip(1)).flip(1) if self.reverse else self.hidden
+        return self.head(self.norm(hidden.flatten(0, 1)).tanh().view_as(hidden).sum(0))
+
+
+@pytest.mark.parametrize("examples", [2, 5])
+def test_layouts_below_batch_normalisation(examples: int) -> None:
+    """Squares are those of the rows of the true errors, which contain derivatives of the batch statistics."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x, y, model = torch.randn(examples, 2, 2, dtype=D), torch.arange(examples) % 2, Normalised(reverse=False)
+        optimizer = OGN(model, num_data=50)
+        loss = F.cross_entropy(model(x), y)
+        (error,) = torch.autograd.grad(loss, model.hidden, retain_graph=True)
+        loss.backward()
+        rows = torch.einsum("tni,tnj->nij", error, x.transpose(0, 1))
+        close(squares(optimizer, model)["inner.weight"], examples * rows.square().sum(0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_mix_examples_beside_batch_normalisation(training: bool) -> None:
+    """They take the fallback, with its warning, in both modes of BatchNorm."""
+    torch.manual_seed(1)
+    x, y, model = torch.randn(6, 2, 2, dtype=D), torch.arange(6) % 2, Normalised(reverse=True).train(training)
+    optimizer = OGN(model, num_data=50)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match="does not support inner.weight, inner.bias"):
+        found = squares(optimizer, model)
+    assert model.inner.weight.grad is not None
+    close(found["inner.weight"], 6 * model.inner.weight.grad.square())

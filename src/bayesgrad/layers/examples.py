@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +38,8 @@ class RowLayouts:
     """The layouts of a model's layers, found once for each shape of the outputs and of the layers' errors.
 
     Args:
-        tolerant: whether modules that are known to mix examples (BatchNorm in training mode) are allowed. The layout
-            that fits best is then used, and their batch statistics are treated as constants.
+        tolerant: whether modules that are known to mix examples (BatchNorm in training mode) are allowed. Layouts are
+            then those with batch statistics that do not depend on the examples.
         anywhere: whether a flag is true in any process, if all of them have to run the same passes.
     """
 
@@ -108,16 +109,18 @@ class RowLayouts:
         generator = torch.Generator().manual_seed(self._attempts[key, what] - 1)
         directions = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for t in outputs]
         weights = 2.0 ** (torch.randperm(len(outputs[0]) // group, generator=generator) % 4)
-        try:
-            plain = _calls(outputs, directions, backpropagate)
-        except RuntimeError as error:
-            if "checkpoint" not in str(error):
-                raise
-            self._settled.add((key, what))  # reentrant checkpointing allows backward() alone
-            self._hidden.add(key)
-            return
         rows = weights.repeat_interleave(group)
-        weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
+        with _constant_statistics(outputs) if self.tolerant else nullcontext():
+            try:
+                plain = _calls(outputs, directions, backpropagate)
+            except RuntimeError as error:
+                if "checkpoint" not in str(error):
+                    raise
+                self._settled.add((key, what))  # reentrant checkpointing allows backward() alone
+                self._hidden.add(key)
+                return
+            directions = [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions]
+            weighted = _calls(outputs, directions, backpropagate)
         eps = max(torch.finfo(dtype).eps for dtype in {*[t.dtype for t in outputs], *[c.error.dtype for c in plain]})
         found: dict[Any, RowLayout] = {}
         shared = set()
@@ -126,7 +129,7 @@ class RowLayouts:
         each: set[bool] = set()  # whether layers with a layout that may change are searched in each pass
         for one, other in zip(plain, weighted, strict=True):
             place = key, one.name, one.error.shape
-            layout, clear = _best(one, other, weights, eps, self.tolerant)
+            layout, clear = _best(one, other, weights, eps)
             moves = one.module.__dict__[SITE].handle in moving
             before = self._found.get(place, layout) if moves and searched else layout
             found[place] = layout if found.get(place, layout) == layout == before else MIXED
@@ -174,6 +177,34 @@ def _below(nodes: Iterable[Any]) -> Iterator[Any]:
         left += dict.fromkeys(following)
 
 
+class _Constant:
+    """A hook of batch normalisation: the error of its inputs is that of its outputs, times a constant."""
+
+    def __init__(self) -> None:
+        self.factor: Tensor | None = None
+
+    def __call__(self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> tuple | None:
+        error, given = inputs[0], outputs[0]
+        if error is None or given is None:
+            return None
+        if self.factor is None:  # keeps the size of errors, also in deep networks
+            ratio = error.float().norm() / given.float().norm()
+            self.factor = torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0)
+        return given * self.factor.to(given), *inputs[1:]
+
+
+@contextmanager
+def _constant_statistics(outputs: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which backward passes treat the statistics of batch normalisation as constants, but for factors."""
+    nodes = [node for node in _below(t.grad_fn for t in outputs) if "BatchNorm" in node.name()]
+    handles = [node.register_hook(_Constant()) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _is_shared(one: LayerCall, other: LayerCall, eps: float) -> bool:
     """Whether there is a row whose error is no multiple of that without weights."""
     rows = layers.leading_rows(one.module, one.error)
@@ -190,7 +221,7 @@ def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagat
     return backpropagate(total, torch.ones_like(total))
 
 
-def _best(one: LayerCall, other: LayerCall, weights: Tensor, eps: float, tolerant: bool) -> tuple[RowLayout, bool]:
+def _best(one: LayerCall, other: LayerCall, weights: Tensor, eps: float) -> tuple[RowLayout, bool]:
     """The layout that fits best, and whether no other fits as well.
 
     Args:
@@ -216,4 +247,4 @@ def _best(one: LayerCall, other: LayerCall, weights: Tensor, eps: float, toleran
     layout = RowLayout(outer[values.index(least)], examples)
     clear = sum(value <= CLEARLY * least for value in values) == 1
     fits = least <= min(1e3 * eps, 0.05) * largest
-    return (layout, clear) if fits or tolerant else (MIXED, True)
+    return (layout, clear) if fits else (MIXED, True)
