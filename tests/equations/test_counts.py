@@ -885,3 +885,197 @@ def test_one_example_without_a_dimension_of_examples(network: str) -> None:
     ):
         with pytest.raises(ValueError, match=r"must have a dimension of examples, got those of one example"):
             optimizer.observe(model(x))
+
+
+# --- layers that are applied to selected rows ---
+
+
+class Selected(nn.Module):
+    """Tokens that a mask selects are rows of a layer, and are added up for each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.inner(x[mask]).tanh()
+        return self.head(rows.new_zeros(len(x), 3).index_add(0, mask.nonzero()[:, 0], rows))
+
+
+def first_tokens(*lengths: int) -> Tensor:
+    """A mask of sequences of three tokens."""
+    return torch.arange(3) < torch.tensor(lengths)[:, None]
+
+
+def with_ones(rows: Tensor) -> Tensor:
+    return torch.cat([rows.detach(), rows.new_ones(len(rows), 1)], 1)
+
+
+def test_foof_with_any_number_of_selected_rows() -> None:
+    """A = (1/N) Σ a a' over the selected tokens, also of batches with other numbers of them than the first."""
+    torch.manual_seed(1)
+    x, y, model = torch.randn(4, 3, 2, dtype=D), torch.tensor([0, 1, 1, 0]), Selected()
+    optimizer = FOOF(model, ema=0.0, stats_every=1)
+    for lengths in ((2, 1, 1, 1), (2, 2, 0, 0), (3, 3, 3, 0), (3, 3, 3, 1), (3, 3, 0, 0)):
+        mask = first_tokens(*lengths)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, mask), y).backward()
+        optimizer.step()
+        rows = with_ones(x[mask])
+        close(symmetric(optimizer.state[model.inner.weight]["input_moment"])[0], rows.T @ rows / 4)
+
+
+class MaskedTokens(nn.Module):
+    """Returns logits of masked tokens alone, or those of all tokens as one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.places, self.head = nn.Embedding(8, 3), nn.Embedding(6, 3), nn.Linear(3, 8)
+        self.double()
+
+    def forward(self, x: Tensor, masked: Tensor) -> Tensor:
+        hidden = (self.table(x) + self.places(torch.arange(x.shape[1]))).tanh()
+        self.rows = (hidden + hidden.mean(1, keepdim=True))[masked]
+        return self.head(self.rows)
+
+
+@pytest.mark.parametrize("number", [7, 8, 9, 10])
+def test_foof_of_a_model_that_returns_masked_tokens(number: int) -> None:
+    """Each row of the head is one loss, whether or not the batch size divides their number."""
+    torch.manual_seed(1)
+    x, masked, model = torch.randint(8, (4, 5)), (torch.randperm(20) < number).view(4, 5), MaskedTokens()
+    optimizer = FOOF(model)
+    F.cross_entropy(model(x, masked), torch.arange(number) % 8).backward()
+    optimizer.step()
+    rows = with_ones(model.rows)
+    close(symmetric(optimizer.state[model.head.weight]["input_moment"])[0], rows.T @ rows / number)
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_foof_of_positions_with_flattened_outputs(length: int) -> None:
+    """Each of the four examples looks up each position once, in (N T) losses."""
+    model = MaskedTokens()
+    optimizer = FOOF(model)
+    outputs = model(torch.arange(4 * length).view(4, length) % 8, torch.ones(4, length, dtype=torch.bool))
+    F.cross_entropy(outputs, torch.arange(4 * length) % 8).backward()
+    optimizer.step()
+    expected = torch.zeros(6, dtype=D)
+    expected[:length] = 1 / length
+    close(optimizer.state[model.places.weight]["input_moment"][0], expected)
+
+
+@pytest.mark.parametrize("then", [(3, 3, 1, 1), (2, 2, 0, 0), (3, 3, 3, 0)])
+def test_selected_rows_that_are_arranged_in_another_way(then: tuple[int, ...]) -> None:
+    """Two tokens of each sequence have a layout; eight, four or nine in another have the fallback, with a warning."""
+    torch.manual_seed(1)
+    x, y, model = torch.randn(4, 3, 2, dtype=D), torch.tensor([0, 1, 1, 0]), Selected()
+    optimizer = OGN(model, num_data=50)
+    mask = first_tokens(2, 2, 2, 2)
+    F.cross_entropy(model(x, mask), y).backward()
+    each = [F.cross_entropy(model(x[i : i + 1], mask[i : i + 1]), y[i : i + 1]) for i in range(4)]
+    expected = torch.stack([torch.autograd.grad(one, model.inner.weight)[0] for one in each]).square().mean(0)
+    close(squares(optimizer, model)["inner.weight"], expected)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, first_tokens(*then)), y).backward()
+    with pytest.warns(UserWarning, match="does not support inner.weight, inner.bias"):
+        found = squares(optimizer, model)
+    assert model.inner.weight.grad is not None
+    close(found["inner.weight"], 4 * model.inner.weight.grad.square())
+
+
+class Sorted(nn.Module):
+    """Sequences are sorted by their first number, and the last layer gets one token of each, in the order of data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        hidden = self.inner(x[order]).tanh()[order.argsort()]
+        return self.head(hidden[torch.arange(len(x)), (x[:, 0, 1] > 0).long()])
+
+
+def test_rows_that_are_moved_are_searched_again() -> None:
+    """An order that depends on data is found in the next pass with another one, and then not searched any more."""
+    torch.manual_seed(1)
+    x, model, layouts = torch.randn(4, 3, 2, dtype=D), Sorted(), RowLayouts()
+    x = x[x[:, 0, 0].argsort()]
+    recorder, searches, found = LayerRecorder(model, {"inner": model.inner, "head": model.head}), [], []
+    for inputs in (x, x.flip(0), x, x, x, x):
+        outputs = model(inputs)
+        calls = recorder.backpropagate(outputs, torch.ones_like(outputs))
+        before = recorder.captures
+        found.append({c.name: c.layout for c in layouts.attach(calls, outputs, recorder.backpropagate)})
+        searches.append(before - recorder.captures)
+    assert found == [{"inner": RowLayout(1, 4), "head": RowLayout(1, 4)}] + 5 * [
+        {"inner": MIXED, "head": RowLayout(1, 4)}
+    ]
+    assert searches == [2, 2, 0, 0, 0, 0]
+
+
+def test_how_often_layouts_that_may_change_are_searched() -> None:
+    """In each pass if rows are selected; when their number has doubled if a dimension of examples is there."""
+    torch.manual_seed(1)
+    x = torch.randn(4, 3, 2, dtype=D)
+    x = x[x[:, 0, 0].argsort()]
+    mask = first_tokens(2, 2, 2, 2)
+    for model, arguments, expected in (
+        (Selected(), (x, mask), [2, 2, 2, 2, 2, 2]),
+        (Sorted(), (x,), [2, 2, 2, 0, 2, 0]),
+    ):
+        recorder, layouts, searches = LayerRecorder(model, dict(model.named_children())), RowLayouts(), []
+        for _ in expected:
+            outputs = model(*arguments)
+            calls = recorder.backpropagate(outputs, torch.ones_like(outputs))
+            before = recorder.captures
+            layouts.attach(calls, outputs, recorder.backpropagate)
+            searches.append(before - recorder.captures)
+        assert searches == expected
+
+
+class Normalised(nn.Module):
+    """A layer with positions first below BatchNorm; it may also see the examples in the reversed order."""
+
+    def __init__(self, reverse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.head, self.reverse = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), reverse
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.inner(x.transpose(0, 1))  # (positions, examples, features)
+        hidden = self.hidden + self.inner(2 * x.transpose(0, 1).flip(1)).flip(1) if self.reverse else self.hidden
+        return self.head(self.norm(hidden.flatten(0, 1)).tanh().view_as(hidden).sum(0))
+
+
+@pytest.mark.parametrize("examples", [2, 5])
+def test_layouts_below_batch_normalisation(examples: int) -> None:
+    """Squares are those of the rows of the true errors, which contain derivatives of the batch statistics."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x, y, model = torch.randn(examples, 2, 2, dtype=D), torch.arange(examples) % 2, Normalised(reverse=False)
+        optimizer = OGN(model, num_data=50)
+        loss = F.cross_entropy(model(x), y)
+        (error,) = torch.autograd.grad(loss, model.hidden, retain_graph=True)
+        loss.backward()
+        rows = torch.einsum("tni,tnj->nij", error, x.transpose(0, 1))
+        close(squares(optimizer, model)["inner.weight"], examples * rows.square().sum(0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_mix_examples_beside_batch_normalisation(training: bool) -> None:
+    """They take the fallback, with its warning, in both modes of BatchNorm."""
+    torch.manual_seed(1)
+    x, y, model = torch.randn(6, 2, 2, dtype=D), torch.arange(6) % 2, Normalised(reverse=True).train(training)
+    optimizer = OGN(model, num_data=50)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match="does not support inner.weight, inner.bias"):
+        found = squares(optimizer, model)
+    assert model.inner.weight.grad is not None
+    close(found["inner.weight"], 6 * model.inner.weight.grad.square())

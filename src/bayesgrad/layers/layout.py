@@ -52,10 +52,15 @@ class ForwardPass(NamedTuple):
     single: bool = False
 
     @property
-    def batch(self) -> int | None:
-        """The length of the first dimension of the model's first argument, if it is that of examples."""
-        size = self.arguments[0] if self.arguments else 0
-        return size if size and self.outputs.numel() % size == 0 else None
+    def rows_of_argument(self) -> int | None:
+        """The number of rows of the outputs for each index of the first argument's first dimension.
+
+        1, or the length of sequences for flattened outputs; None if it is not known.
+        """
+        rows, first = self.outputs[0], self.arguments[:2]
+        if not rows or not first:
+            return None
+        return 1 if first[0] == rows else first[1] if first.numel() == rows and len(self.outputs) == 2 else None
 
     @property
     def positions(self) -> int:

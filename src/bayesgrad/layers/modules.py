@@ -82,7 +82,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def normalises(module: nn.Module) -> bool:
-    """As `is_norm`, but also for batch statistics, which are then treated as constants."""
+    """As `is_norm`, but also for batch statistics, which mix examples."""
     return isinstance(module, NORMS) and _own_forward(module, NORMS) and _own_weight(module)
 
 

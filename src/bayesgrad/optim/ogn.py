@@ -37,7 +37,9 @@ class OGN(VariationalOptimizer):
         >>> optimizer.step()
 
     Args:
-        model: the network. BatchNorm in training mode is allowed; its batch statistics are treated as constants.
+        model: the network. BatchNorm in training mode is allowed, although examples are then not independent: the
+            gradients that are squared are the shares of examples in the gradient of the batch, which contains the
+            derivatives of the batch statistics.
         lr: eta, in units of a Newton step. Chosen on digits and Fashion-MNIST with a small MLP.
         params: parameters, named parameters or param groups of the model; None for all.
         num_data: N, the number of training examples (times `losses_per_example`).

@@ -28,7 +28,9 @@ class InputFactor(LayerPreconditioner):
     """(A + damping I)^-1 for each layer, with the second moment A of its inputs, from backward passes.
 
     What a layer computes once for all examples (embeddings of positions) is an input of each of them. Such layers are
-    found by two additional backward passes, once for each shape of the outputs.
+    found by two additional backward passes, once for each shape of the outputs. What a layer computes counts as
+    different for each example if it has another number of rows than in these passes, or if the model returns outputs of
+    some tokens alone.
     """
 
     sides = ("input",)
@@ -37,15 +39,17 @@ class InputFactor(LayerPreconditioner):
     def returned(self, outputs: list[Tensor], arguments: Any) -> None:
         recorder = self.recorded.recorder
         self.layouts.tolerant = any(map(layers.mixes_examples, self.recorded.model.modules()))
-        if (batch := recorder.passes[recorder.current].batch) is not None and batch == len(outputs[0]):
-            self.layouts.search(outputs[:1], recorder.backpropagate, 1, (arguments, self.layouts.tolerant))
+        if (group := recorder.passes[recorder.current].rows_of_argument) is not None:
+            what = arguments, self.layouts.tolerant
+            self.layouts.search(outputs[:1], recorder.backpropagate, group, what, once=True)
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
         losses = super().losses(call, forward, group)
-        batch = None if forward is None else forward.batch
-        if forward is None or losses is None or batch is None:
+        rows = None if forward is None else forward.rows_of_argument
+        if forward is None or losses is None or rows is None:
             return losses
-        return losses / batch if self.layouts.is_shared(call, forward.outputs, batch) else losses
+        shared = self.layouts.is_shared(call, forward.outputs, rows)
+        return losses / (forward.outputs[0] // rows) if shared else losses
 
 
 class KroneckerFactors(LayerPreconditioner):
