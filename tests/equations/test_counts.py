@@ -585,7 +585,7 @@ def test_layouts_are_found_under_autocast(layout: str) -> None:
     loss.backward()
     (source,) = optimizer.sources
     wanted = MIXED if layout == "reversed" else RowLayout(T if layout == "sequence" else 1, B)
-    assert {call.layout for calls in source.pending.values() for call in calls} == {wanted}
+    assert {call.layout for _, calls in source.pending.values() for call in calls} == {wanted}
 
 
 def test_numbers_of_losses() -> None:
