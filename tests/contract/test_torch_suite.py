@@ -73,6 +73,8 @@ ELSEWHERE = {
     "test_correctness": "torch.compile(optimizer.step): test_kernels.py compiles the kernels, which `fused` selects",
     "test_profiler_optimizer": "test_profiler_names_a_step",
 }
+# Weight and bias of a layer have one metric or belief in units of lr; others are refused: contract/test_layers.py.
+ONE_LR = ("Langevin-default", "KroneckerFilter", "KroneckerFilterFP-prior")
 TORCH_TESTS = [
     "test_can_load_from_to_named_state_dict",
     "test_can_load_older_state_dict",
@@ -313,7 +315,7 @@ def test_forloop_goes_right_direction(case: Case, contiguous: bool, makers: tupl
 @every_schedule
 def test_param_group_with_lrscheduler_goes_right_direction(case: Case, makers: tuple[Any, ...]) -> None:
     model = linear()
-    other = {} if case.name == "Langevin-default" else {"lr": 0.01}  # weight and bias have one metric, so one lr
+    other = {} if case.name in ONE_LR else {"lr": 0.01}
     optimizer = groups_of(case, model, [{"params": [model.weight]}, {"params": [model.bias], **other}])
     before = loss_of(model, optimizer)
     run(model, optimizer, 20, tuple(make(optimizer) for make in makers))

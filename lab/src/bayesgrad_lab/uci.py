@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import laplace, metrics, optim, plots
+from bayesgrad.posterior import LaplacePosterior
 from bayesgrad.predictions import Moments
 from bayesgrad_lab import figures, networks
 from bayesgrad_lab.context import Context, Trial
@@ -226,6 +227,13 @@ def run(
     return context.once(trial, compute)
 
 
+def tune(posterior: LaplacePosterior) -> None:
+    """Prior precision and noise by evidence, for every structure; a warning of too much noise is what is measured."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tune_prior found a noise")
+        posterior.tune_prior(noise_scale=True)
+
+
 def approximations(
     context: Context, recipe: Recipe, split: Split, model: nn.Module, noise: float, x: Tensor
 ) -> dict[str, Moments]:
@@ -237,7 +245,7 @@ def approximations(
         few = min(recipe.points, len(split.train_x)) if structure == "subsampled" else None
         posterior = laplace(model, batches, structure=structure, subsample=few, **fixed)
         try:
-            posterior.tune_prior(noise_scale=True)
+            tune(posterior)
         except ValueError as error:
             key = recipe.task(split).key
             context.say(f"{key}, {structure}: {error} Continuing with prior precision 1.")
@@ -405,7 +413,7 @@ def picture(count: int) -> tuple[Mapping[str, plots.Band], np.ndarray]:
     named = {}
     for structure in ("full", "kron", "input", "diag"):
         posterior = laplace(model, [(x, y)], likelihood="gaussian", structure=structure, noise_scale=0.02**0.5, seed=0)
-        posterior.tune_prior(noise_scale=True)
+        tune(posterior)
         mean, variance = posterior.predict(ground, method="linear", likelihood="gaussian")
         noisy = with_noise(Moments(mean, variance), posterior.noise_scale**2)
         deviations = variance.sqrt(), noisy.variance.sqrt()
