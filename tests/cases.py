@@ -353,6 +353,20 @@ LAYERWISE = (
         {"batch_size": 32, "prior_std": 0.1, "fisher": "empirical", "max_factor": 64, "weight_decay": 0.1},
         layers=True,
     ),
+    Case(
+        "KroneckerFilterFP-gradients",
+        optim.KroneckerFilterFP,
+        {"batch_size": 32, "eigenvalues": "gradients", "update_every": 3},
+        bad=(
+            ({"eigenvalues": "squares"}, "eigenvalues must be 'factors' or 'gradients', got 'squares'."),
+            (
+                {"precondition": "backward"},
+                "eigenvalues='gradients' squares gradients, which precondition='backward' does not form: use "
+                "precondition='step'.",
+            ),
+        ),
+        layers=True,
+    ),
     Case("NaturalGradient", optim.NaturalGradient, {}, (), NATURAL, layers=True),
     Case(
         "NaturalGradient-layer",

@@ -112,6 +112,57 @@ def test_steady_state_over_steps(prior: float, how: str, whiten: str) -> None:
         close(joined(layer), expected[k], 1e-9)
 
 
+@pytest.mark.parametrize("whiten", ["both", "input"])
+@pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["whitening", "prior"])
+def test_eigenvalues_of_gradients_over_steps(prior: float, whiten: str) -> None:
+    """Squares of gradients in the eigenbasis, which turn with it: (V'U)^2 times them, for each side."""
+    model, B, lr, ema = network(), 40, 0.01, 0.8
+    options = {"batch_size": B, "prior_std": prior, "ema": ema, "fisher": "empirical", "whiten": whiten}
+    options |= {"eigenvalues": "gradients", "update_every": 1, "stats_every": 1, "max_step": math.inf}
+    optimizer = KroneckerFilterFP(model, lr, momentum=0.0, **options)
+    moments, squares = [[0.0, 0.0], [0.0, 0.0]], [0.0, 0.0]
+    bases: list[list[torch.Tensor]] = [[], []]
+    expected: list[torch.Tensor] = []
+    for t, seen in steps(model, optimizer, range(1, 6), B):
+        if expected:
+            for k, layer in enumerate((model[0], model[2])):
+                close(joined(layer), expected[k], 1e-8)
+        expected = []
+        for k, layer in enumerate((model[0], model[2])):
+            for side, rows in enumerate(seen[k]):
+                moments[k][side] = ema * moments[k][side] + (1 - ema) * rows.T @ rows / B
+            Ux, Ud = (power(moment)[1] for moment in moments[k])
+            Ud = torch.eye(len(Ud), dtype=D) if whiten == "input" else Ud
+            if t > 1:
+                Vx, Vd = bases[k]
+                squares[k] = (Ud.T @ Vd) ** 2 @ squares[k] @ ((Ux.T @ Vx) ** 2).T
+            bases[k] = [Ux, Ud]
+            g = Ud.T @ joined(layer, True) @ Ux
+            squares[k] = ema * squares[k] + (1 - ema) * g**2
+            v = squares[k] / (1 - ema**t)
+            half = 1 / (2 * prior**2)
+            s = 1 / (half + (half**2 + B**2 * v.maximum(1e-8 * v.max()) / lr**2).sqrt())
+            expected.append(joined(layer) - Ud @ (s * B * g) @ Ux.T)
+    for k, layer in enumerate((model[0], model[2])):
+        close(joined(layer), expected[k], 1e-8)
+
+
+def test_eigenvalues_of_gradients_without_a_basis_are_adams() -> None:
+    """Where both factors are diagonal, the step is that of Adam without momentum."""
+    ours, theirs = network(), network()
+    options = {"eigenvalues": "gradients", "fisher": "empirical", "max_factor": 1, "max_step": math.inf}
+    optimizer = KroneckerFilterFP(ours, 1e-2, batch_size=6, momentum=0.0, ema=0.9, **options)
+    adam = torch.optim.Adam(theirs.parameters(), lr=1e-2, betas=(0.0, 0.9), eps=1e-300)
+    for index in range(6):
+        x, y = data(index)
+        for model, one in ((ours, optimizer), (theirs, adam)):
+            one.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            one.step()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        close(a, b)
+
+
 @pytest.mark.parametrize("prior", [math.inf, 0.02], ids=["random walk", "prior"])
 def test_the_formula_is_the_fixed_point_of_the_exact_filter(prior: float) -> None:
     """Each eigendirection is a scalar filter with information B c_x c_d per step; to first order in its root."""

@@ -223,6 +223,10 @@ class KroneckerFilterFP(KroneckerOptimizer):
             with losses_per_example=T, T rows are one example, and the number of losses is the same.
         whiten: "both", or "input": C_delta is replaced by its mean eigenvalue times the identity, which saves an
             eigendecomposition and a product.
+        eigenvalues: what stands for c_delta_i c_xj. "factors": that. "gradients": B v_ij, with v the average (decay
+            `ema`) of the squared entries of U_delta' g U_x, the gradient in the eigenbasis (George et al., 2018). For
+            sigma = inf, D is then Adam's step in that basis, as in SOAP (Vyas et al., 2024). It costs four products
+            with eigenvectors per step.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
@@ -250,8 +254,13 @@ class KroneckerFilterFP(KroneckerOptimizer):
     """
 
     rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
-    fixed = (*KroneckerOptimizer.fixed, "whiten")
-    accepts = {**KroneckerOptimizer.accepts, "max_step": POSITIVE, "whiten": one_of("both", "input")}
+    fixed = (*KroneckerOptimizer.fixed, "whiten", "eigenvalues")
+    accepts = {
+        **KroneckerOptimizer.accepts,
+        "max_step": POSITIVE,
+        "whiten": one_of("both", "input"),
+        "eigenvalues": one_of("factors", "gradients"),
+    }
 
     def __init__(
         self,
@@ -271,6 +280,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         stats_every: int = 10,
         losses_per_example: int | None = None,
         whiten: str = "both",
+        eigenvalues: str = "factors",
         precondition: str = "step",
         max_factor: int = 768,
         seed: int | None = None,

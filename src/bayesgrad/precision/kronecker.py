@@ -138,11 +138,13 @@ class Spectral(Precision):
     columns: Tensor | None
     spectrum: Tensor
 
-    def _into(self, vector: Tensor) -> Tensor:
+    def into(self, vector: Tensor) -> Tensor:
+        """A matrix in the eigenbasis: Q' V S."""
         vector = vector if self.rows is None else self.rows.mT @ vector
         return vector if self.columns is None else vector @ self.columns
 
-    def _out(self, vector: Tensor) -> Tensor:
+    def out(self, vector: Tensor) -> Tensor:
+        """A matrix out of the eigenbasis: Q V S'."""
         vector = vector if self.rows is None else self.rows @ vector
         return vector if self.columns is None else vector @ self.columns.mT
 
@@ -157,18 +159,18 @@ class Spectral(Precision):
         return Spectral(self.rows, self.columns, 1 / (retain / self.spectrum + noise))
 
     def solve(self, vector: Tensor) -> Tensor:
-        return self._out(self._into(vector) / self.spectrum)
+        return self.out(self.into(vector) / self.spectrum)
 
     def multiply(self, vector: Tensor) -> Tensor:
-        return self._out(self._into(vector) * self.spectrum)
+        return self.out(self.into(vector) * self.spectrum)
 
     def sample(self, noise: Tensor) -> Tensor:
         """The symmetric root: noise in the eigenbasis would depend on signs, and on the basis of a null space."""
-        return self._out(self._into(noise) / self.spectrum.sqrt())
+        return self.out(self.into(noise) / self.spectrum.sqrt())
 
     def variance(self) -> Tensor:
         rows, columns = (None if basis is None else basis.square() for basis in (self.rows, self.columns))
-        return Spectral(rows, columns, self.spectrum)._out(1 / self.spectrum)
+        return Spectral(rows, columns, self.spectrum).out(1 / self.spectrum)
 
     def logdet(self) -> Tensor:
         return self.spectrum.log().sum()

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.directions import Directions
+from bayesgrad.directions import Direction, Directions
 from bayesgrad.distributed import Job
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
-from bayesgrad.parts import Groups, weak
+from bayesgrad.parts import Groups, Host, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
 from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings, has_merged
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, cost
+from bayesgrad.preconditioners.refresh import MERGED, MERGES, SQUARED, SQUARES, cost, store
 from bayesgrad.preconditioners.stability import limit_size
-from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
+from bayesgrad.rules.transition import LARGEST, OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
+from bayesgrad.shards import part_of, placed, whole
 
 MEAN_DECAY = 0.99  # decay of the average of errors, as in CentredGradient
 FLOOR = 1e-4  # of a moment's eigenvalues, relative to the largest
@@ -203,9 +204,17 @@ class KroneckerBelief(LayerBelief):
 class Whitening(LayerBelief):
     """The steady state of `KroneckerBelief`: gradients whitened by the second moments of inputs and errors.
 
-    With a finite `prior_std` the steady state is computed in the eigenbasis of the moments. Else it is the product of
-    their inverse square roots.
+    With a finite `prior_std`, or with eigenvalues="gradients", the steady state is computed in the eigenbasis of the
+    moments. Else it is the product of their inverse square roots.
     """
+
+    def bind(self, optimizer: Host) -> None:
+        if any(self._squares_gradients(g) and g["precondition"] == "backward" for g in optimizer.param_groups):
+            raise ValueError(
+                "eigenvalues='gradients' squares gradients, which precondition='backward' does not form: use "
+                "precondition='step'."
+            )
+        super().bind(optimizer)
 
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:
         return not self.setting(group)
@@ -214,12 +223,16 @@ class Whitening(LayerBelief):
         found = super().shapes(layer, group)
         return found if group["whiten"] == "both" else {**found, "error": found["error"][:2]}
 
+    @staticmethod
+    def _squares_gradients(group: Mapping[str, Any]) -> bool:
+        return group["eigenvalues"] == "gradients"
+
     def setting(self, group: Mapping[str, Any]) -> float:
-        """1 with a finite prior_std, else 0."""
-        return float(math.isfinite(group["prior_std"]))
+        """1 if the steady state is computed in the eigenbasis, else 0."""
+        return float(math.isfinite(group["prior_std"]) or self._squares_gradients(group))
 
     def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*super().layer_options(group), *(("lr",) if self.setting(group) else ()))
+        return (*super().layer_options(group), *(("lr",) if math.isfinite(group["prior_std"]) else ()))
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         lr, batch = float(group["lr"]), group["batch_size"]
@@ -233,6 +246,35 @@ class Whitening(LayerBelief):
             batch = group["batch_size"]
             limits.append((layer.members, group["max_step"] / (batch if self.setting(group) else math.sqrt(batch))))
         return limit_size(super().directions(groups, active), limits)
+
+    def _directions(self, known: list[Layer], settings: Settings) -> Directions:
+        if not known or not self._squares_gradients(settings[known[0]]):
+            return super()._directions(known, settings)
+        found: dict[Any, Direction] = {}
+        for layer in known:
+            entry, group = self.optimizer.state[layer.owner], settings[layer]
+            basis = self._in_basis(layer, entry, torch.ones(()))
+            # Each process has the squares of whole layers, so that all of them have the same state.
+            parts = zip(layer.gradients(), layer.members)
+            gradient = basis.into(layer.join([whole(placed(part, p)) for part, p in parts]))
+            largest = LARGEST[gradient.dtype]  # an average of squares that is infinite once stays infinite
+            squares = gradient.clamp(-largest, largest).square_()
+            step = int(entry.get("step", 0)) + 1
+            if not int(entry["clock"][SQUARED]):
+                entry["clock"][SQUARED] = step
+            keep, take = average(group["ema"], step + 1 - int(entry["clock"][SQUARED]))
+            if keep:
+                entry[SQUARES].mul_(keep).add_(squares, alpha=take)
+            else:
+                store(entry, SQUARES, squares)
+            direction = layer.split(basis.out(gradient / self._spectrum(layer, entry, group)))
+            found |= {p: part_of(values, p) for p, values in direction.items()}
+        return found
+
+    @staticmethod
+    def _in_basis(layer: Layer, bases: Mapping[str, Tensor], spectrum: Tensor) -> Spectral:
+        left, right = ("input", "error") if layer.lookup else ("error", "input")
+        return Spectral(bases.get(f"{left}_basis"), bases.get(f"{right}_basis"), spectrum)
 
     def inversions(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> list[Job]:
         jobs = []
@@ -257,17 +299,41 @@ class Whitening(LayerBelief):
         root = torch.where(largest > 0, values.maximum(FLOOR * largest).clamp(min=tiny).rsqrt(), 0.0)  # 0: no data
         return {f"{side}_root": root if vectors is None else (vectors * root[:, None]) @ vectors.mT}
 
+    def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
+        if SQUARES in entry:
+            # Squares of entries that are independent in the old basis U become, in the basis V, (V'U)^2 times them.
+            names = [name for name in found if name.endswith("_basis") and name in entry]
+            turns = {name: (found[name].mT @ entry[name]).square() for name in names}
+            entry[SQUARES] = self._in_basis(layer, turns, torch.ones(())).out(entry[SQUARES])
+        super().keep_inverses(layer, entry, group, found)
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        for layer in self.recorded.layers:
+            if self._squares_gradients(self.groups[layer.owner]):
+                like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
+                self.optimizer.state[layer.owner][SQUARES] = torch.zeros(layer.shape, **like)
+
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         entry = self.optimizer.state[layer.owner]
+        if self.setting(group):
+            return self._in_basis(layer, entry, self._spectrum(layer, entry, group))
         left, right = ("input", "error") if layer.lookup else ("error", "input")
-        if not self.setting(group):
-            return Kronecker(entry[f"{left}_root"], entry[f"{right}_root"], layer.shape)
+        return Kronecker(entry[f"{left}_root"], entry[f"{right}_root"], layer.shape)
+
+    def _spectrum(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """The precision in the eigenbasis."""
+        if self._squares_gradients(group):
+            squares = entry[SQUARES]
+            floor = (FLOOR**2 * squares.amax()).clamp(min=torch.finfo(squares.dtype).tiny)
+            information = group["batch_size"] * squares.maximum(floor)
+        else:
+            left, right = ("input", "error") if layer.lookup else ("error", "input")
+            information = entry[f"{left}_values"][..., :, None] * entry[f"{right}_values"][..., None, :]
         # At lr = 0 the weights are constant, but the average of directions is still updated.
         lr = float(group["lr"]) or group["last_lr"] or 1.0
         half = lr / (2 * group["prior_std"] ** 2)
-        information = entry[f"{left}_values"][..., :, None] * entry[f"{right}_values"][..., None, :]
-        spectrum = half + (half * half + group["batch_size"] * information).sqrt()
-        return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), spectrum)
+        return half + (half * half + group["batch_size"] * information).sqrt()
 
     def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         return self.precision(layer, group).scale(group["batch_size"] / self.step_scale(group))

@@ -15,13 +15,15 @@ from bayesgrad.layers.statistics import SIDES
 MOMENT_CHANGE = 0.2  # the relative change of a moment from which its inverse is computed anew
 LARGE, FEWER = 512, 16  # inputs of a layer, and how many times fewer outputs it has, for `stats_interval`
 DAMPING_CHANGE = 0.1  # likewise of the damping; smaller changes are left for the next inversion
-# Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion.
-MERGES, MERGED, INVERTED, COMPARED = range(4)
-LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
+# Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion;
+# step of the first gradient that was squared.
+MERGES, MERGED, INVERTED, COMPARED, SQUARED = range(5)
+SQUARES = "squares"  # of gradients, averaged, in the basis in which a layer is preconditioned
+LAYER_KEYS = ("spectrum", "damped", "clock", "traces", SQUARES)
 
 
 def new_clock() -> Tensor:
-    return torch.zeros(4, dtype=torch.int64)
+    return torch.zeros(5, dtype=torch.int64)
 
 
 def early_interval(last: int) -> int:
@@ -57,7 +59,7 @@ def inversion_due(entry: Mapping[str, Tensor], every: int, offset: int, damping:
         offset: the first step of later inversions, so that not all layers are inverted in one step.
         damping: to be used.
     """
-    _, merged, last, compared = entry["clock"].tolist()
+    _, merged, last, compared, _ = entry["clock"].tolist()
     used = float(entry["damped"]) if last else 0.0
     if not last or abs(damping - used) > DAMPING_CHANGE * used:
         return True
