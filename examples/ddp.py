@@ -1,4 +1,4 @@
-"""A small GPT, trained by several processes with DistributedDataParallel; a run that was interrupted goes on.
+"""DistributedDataParallel: a small GPT, trained by several processes; a run that was interrupted goes on.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/ddp.py
 

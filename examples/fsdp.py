@@ -1,4 +1,4 @@
-"""A small GPT whose weights and state are divided among processes by fully_shard; a run that was interrupted goes on.
+"""FSDP2: the weights and the state of a small GPT are divided among processes; a run that was interrupted goes on.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp.py
 

@@ -1,4 +1,4 @@
-"""AdamW replaced: a small CNN on images of digits, trained by AdamW, FOOF and IVON in the same loop.
+"""Replace AdamW: a small CNN on images of digits, trained by AdamW, FOOF and IVON in the same loop.
 
     python examples/replace_adamw.py
 

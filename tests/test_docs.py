@@ -72,7 +72,7 @@ def test_anchors_exist(page: Path) -> None:
 
 MODULES = ("optim", "samplers", "posterior", "structures", "rules", "models", "models.kernels", "models.observations")
 MODULES += ("integrations", "integrations.huggingface", "integrations.lightning", "integrations.skorch")
-MODULES += ("inference", "families", "metrics", "conformal", "plots", "custom_likelihoods")
+MODULES += ("inference", "families", "metrics", "conformal", "plots", "custom_likelihoods", "optimizer")
 
 
 WITHOUT_SENTENCE = {"Parameters", "Family"}  # a type alias, and a docstring that begins with an equation

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import api_pages
 import gallery
+import pages
 import pytest
 
 from printed import differences
@@ -31,6 +32,18 @@ def test_every_record_has_its_script() -> None:
     stems = {script.stem for script in gallery.examples()}
     assert {path.stem for path in gallery.RECORDS.glob("*.txt")} == stems
     assert {path.stem for path in gallery.RECORDS.glob("*.png")} <= stems
+
+
+def test_the_gallery_has_the_order_of_the_lists_and_every_script() -> None:
+    grouped = [script for scripts in gallery.groups().values() for script in scripts]
+    assert sorted(grouped) == sorted(gallery.examples())
+
+
+def test_names_of_the_list_lead_to_their_pages() -> None:
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    found = re.findall(r"\(reference/([\w.]+)\.rst\)", pages.linked(text))
+    modules = api_pages.listed(ROOT / "docs")
+    assert found == [f"{m.removeprefix('bayesgrad.')}.{name}" for m, names in modules.items() for name in names]
 
 
 @pytest.mark.slow

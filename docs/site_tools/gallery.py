@@ -22,7 +22,7 @@ from api_pages import escaped
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/gallery"
-GROUPS = {"papers": "The five papers", "": "Tasks, trainers and processes"}
+GROUPS = {"task": "Tasks", "training loop": "Training loops and processes", "script": "The five papers"}
 DRAWN = "figure.png"
 
 
@@ -32,16 +32,32 @@ def examples() -> list[Path]:
     return [*sorted((ROOT / "examples/papers").glob("*.py")), *scripts]
 
 
+def groups() -> dict[str, list[Path]]:
+    """Title -> scripts, as the tables of the two README.md list them; the first heading of a table says which it is."""
+    found: dict[str, list[Path]] = {title: [] for title in GROUPS.values()}
+    title = ""
+    for page in (ROOT / "examples/README.md", ROOT / "examples/papers/README.md"):
+        for row in re.findall(r"^\| .*$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            first = row.split("|")[1].strip()
+            title = GROUPS.get(first, title)
+            found[title] += [page.parent / name for name in re.findall(r"\]\((\w+\.py)\)", first)]
+    return found
+
+
 def docstring(script: Path) -> list[str]:
     """Its paragraphs; the first is one sentence."""
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split("\n\n")
 
 
+def beside(script: Path) -> list[Path]:
+    """The modules of examples/ that the script imports."""
+    names = re.findall(r"^(?:from|import) (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+    return [path for name in sorted(set(names)) if (path := script.parent / f"{name}.py").exists()]
+
+
 def hash_of(script: Path) -> str:
-    """Of the script and of the modules of examples/ that it imports."""
-    text = script.read_text(encoding="utf-8")
-    beside = [script.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)]
-    parts = [text, *(path.read_text(encoding="utf-8") for path in sorted(set(beside)) if path.exists())]
+    """Of the script and of the modules beside it."""
+    parts = [path.read_text(encoding="utf-8") for path in (script, *beside(script))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -99,9 +115,8 @@ def run_here(script: Path) -> None:
 def write_pages(folder: Path) -> None:
     """A page for each example and one with all of them, in docs/gallery; called by Sphinx."""
     place = folder / "gallery"
-    cards: dict[str, str] = dict.fromkeys(GROUPS, "")
-    for script in examples():
-        group = script.parent.name if script.parent.name in GROUPS else ""
+    cards: dict[str, str] = dict.fromkeys(GROUPS.values(), "")
+    for group, script in ((group, script) for group, scripts in groups().items() for script in scripts):
         sentence, *more = docstring(script)
         title, _, rest = sentence.partition(": ")
         lead = escaped(" ".join((rest or sentence).split()))
@@ -111,23 +126,30 @@ def write_pages(folder: Path) -> None:
         image = f".. image:: {picture}\n   :alt: {title}\n\n" if picture else ""
         known = record_of(script).read_text(encoding="utf-8").partition("\n")[2] if record_of(script).exists() else ""
         printed = "".join(f"   {line}\n" for line in known.splitlines())
-        output = f"It printed:\n\n.. code-block:: text\n\n{printed}\n" if printed else ""
+        output = f"It printed:\n\n.. code-block:: text\n   :class: printed\n\n{printed}\n" if printed else ""
         words = "\n\n".join(escaped(paragraph.rstrip()) for paragraph in more)
         words = re.sub(r"^( +)(torchrun .*)$", r".. code-block:: sh\n\n\1\2", words, flags=re.MULTILINE)
         words = re.sub(r"\[([^]]+)\]\((?:\.\./)*docs/([^)]+)\.md\)", r":doc:`\1 </\2>`", words)
         path = script.relative_to(ROOT).as_posix()
+        modules = [module.relative_to(ROOT).as_posix() for module in beside(script)]
+        needed = f", which imports {' and '.join(f'``{module}``' for module in modules)}" if modules else ""
+        folded = "".join(
+            f"\n.. dropdown:: {module}\n\n   .. literalinclude:: ../../{module}\n      :language: python\n"
+            for module in modules
+        )
         (place / f"{script.stem}.rst").write_text(
             f"{title}\n{'=' * len(title)}\n\n{lead}\n\n{words}\n\n{image}{output}"
-            f"``{path}``:\n\n.. literalinclude:: ../../{path}\n   :language: python\n",
+            f"``{path}``{needed}:\n\n.. literalinclude:: ../../{path}\n   :language: python\n{folded}",
             encoding="utf-8",
         )
         shown = f"   .. image:: {picture}\n      :alt: {title}\n\n" if picture else ""
         card = f".. grid-item-card:: {title}\n   :link: {script.stem}\n   :link-type: doc\n\n   {lead}\n\n{shown}"
         cards[group] += "".join(f"   {line}\n" if line else "\n" for line in card.splitlines())
-    text = "Gallery\n=======\n\nEvery example was run; its page has the code, what it printed and what it drew.\n\n"
-    for group, title in GROUPS.items():
-        text += f"{title}\n{'-' * len(title)}\n\n.. grid:: 1 2 2 2\n   :gutter: 3\n\n{cards[group]}\n"
-    names = "".join(f"   {script.stem}\n" for script in examples())
+    text = "Gallery\n=======\n\nEvery example was run; its page has the code, what it printed and what it drew. "
+    text += "Run them from a checkout of the repository.\n\n"
+    for title, shown in cards.items():
+        text += f"{title}\n{'-' * len(title)}\n\n.. grid:: 1 2 2 2\n   :gutter: 3\n\n{shown}\n"
+    names = "".join(f"   {script.stem}\n" for scripts in groups().values() for script in scripts)
     (place / "index.rst").write_text(f"{text}.. toctree::\n   :hidden:\n\n{names}", encoding="utf-8")
 
 

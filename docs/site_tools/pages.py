@@ -1,4 +1,7 @@
-"""Pages as GitHub shows them become pages of the site: links to files outside of docs/ lead to the repository."""
+"""Pages as GitHub shows them become pages of the site.
+
+Links to files outside of docs/ lead to the repository, and the names of api.md to their pages.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,16 @@ import re
 
 REPOSITORY = "https://github.com/bayesgrad/bayesgrad/blob/main"
 ON_THE_SITE = {"examples/README.md": "docs/gallery/index.rst", "examples/papers/README.md": "docs/gallery/index.rst"}
+
+
+def linked(names: str) -> str:
+    """The text of api.md with a link for each name that has a page of its own."""
+    parts = re.split(r"^(## `bayesgrad[\w.]*`)$", names, flags=re.MULTILINE)
+    for i in range(1, len(parts), 2):
+        module = parts[i].strip("# `").removeprefix("bayesgrad.")
+        page = rf"| [`\1`](reference/{module}.\1.rst) |"
+        parts[i + 1] = re.sub(r"^\| `(\w+)` \|", page, parts[i + 1], flags=re.MULTILINE)
+    return "".join(parts)
 
 
 def rewrite(app, docname: str, source: list[str]) -> None:
@@ -19,6 +32,8 @@ def rewrite(app, docname: str, source: list[str]) -> None:
             return f"]({posixpath.relpath(ON_THE_SITE[path], folder)})"
         return found[0] if path.startswith("docs/") else f"]({REPOSITORY}/{path}{found[2] or ''})"
 
+    if docname == "api":
+        source[0] = linked(source[0])
     if docname == "results/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nclaims\n*\n```\n"
     source[0] = re.sub(r"\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", target, source[0])
