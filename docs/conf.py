@@ -61,7 +61,8 @@ html_theme_options = {
     "navbar_end": ["theme-switcher"],
     "show_toc_level": 2,
     "navigation_with_keys": False,
-    "secondary_sidebar_items": ["page-toc"],
+    # Tables of results need the width; a page may match one pattern only.
+    "secondary_sidebar_items": {"[!r]**": ["page-toc"], "reference/**": ["page-toc"], "results/**": []},
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",
@@ -76,5 +77,6 @@ def setup(app) -> None:
     app.connect("builder-inited", lambda app: api_pages.write_pages(Path(app.srcdir)))
     app.connect("build-finished", lambda app, error: error or shutil.copy(MATHJAX, Path(app.outdir) / "_static"))
     app.connect("source-read", pages.rewrite)
+    app.connect("doctree-resolved", pages.link_figures)
     app.connect("autodoc-skip-member", api_pages.from_elsewhere)
     app.connect("autodoc-process-docstring", api_pages.as_restructured_text, priority=400)

@@ -1,12 +1,15 @@
 """Pages as GitHub shows them become pages of the site.
 
-Links to files outside of docs/ lead to the repository, and the names of api.md to their pages.
+Links to files outside of docs/ lead to the repository, the names of api.md to their pages, and figures to their files,
+where they can be enlarged. A number and its standard error stay on one line.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+
+from docutils import nodes
 
 REPOSITORY = "https://github.com/bayesgrad/bayesgrad/blob/main"
 ON_THE_SITE = {"examples/README.md": "docs/gallery/index.rst", "examples/papers/README.md": "docs/gallery/index.rst"}
@@ -32,8 +35,19 @@ def rewrite(app, docname: str, source: list[str]) -> None:
             return f"]({posixpath.relpath(ON_THE_SITE[path], folder)})"
         return found[0] if path.startswith("docs/") else f"]({REPOSITORY}/{path}{found[2] or ''})"
 
+    source[0] = re.sub(r"(?<=\d) ± (?=\d)", "\u00a0±\u00a0", source[0])
     if docname == "api":
         source[0] = linked(source[0])
     if docname == "results/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nclaims\n*\n```\n"
     source[0] = re.sub(r"\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", target, source[0])
+
+
+def link_figures(app, doctree: nodes.document, docname: str) -> None:
+    """Sphinx's event doctree-resolved."""
+    for image in list(doctree.findall(nodes.image)):
+        if image["uri"] in app.env.images and isinstance(image.parent, (nodes.paragraph, nodes.section)):
+            file = f"_images/{app.env.images[image['uri']][1]}"
+            link = nodes.reference("", "", refuri=posixpath.relpath(file, posixpath.dirname(docname) or "."))
+            image.replace_self(link)
+            link += image
