@@ -154,3 +154,12 @@ def test_the_table_of_claims_is_current() -> None:
     table = runpy.run_path(str(ROOT / "docs/claims.py"))["table"]()
     assert (ROOT / "docs/results/claims.md").read_text() == table
     assert table.count("\n| [") == sum(verdict != "-" for verdict in listed_results().values())
+
+
+def test_every_claim_has_a_verdict_an_interval_and_a_command() -> None:
+    """Or each seed's value, or the reason why there is no interval."""
+    rows = re.findall(r"^\| \[(.*) \|$", (ROOT / "docs/results/claims.md").read_text(), re.MULTILINE)
+    for _, verdict, effect, command in (re.split(r" (?<!\\)\| ", row) for row in rows):
+        assert re.search(r"\d ± \d|\(\S+ to \S+\)| by seed: |No interval: ", effect), effect
+        assert verdict != "-"
+        assert re.fullmatch("`[^`]+`", command)

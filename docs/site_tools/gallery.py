@@ -128,7 +128,7 @@ def write_pages(folder: Path) -> None:
         printed = "".join(f"   {line}\n" for line in known.splitlines())
         output = f"It printed:\n\n.. code-block:: text\n   :class: printed\n\n{printed}\n" if printed else ""
         words = "\n\n".join(escaped(paragraph.rstrip()) for paragraph in more)
-        words = re.sub(r"^( +)(torchrun .*)$", r".. code-block:: sh\n\n\1\2", words, flags=re.MULTILINE)
+        words = re.sub(r"^( +)((?:torchrun|python) .*)$", r".. code-block:: sh\n\n\1\2", words, flags=re.MULTILINE)
         words = re.sub(r"\[([^]]+)\]\((?:\.\./)*docs/([^)]+)\.md\)", r":doc:`\1 </\2>`", words)
         path = script.relative_to(ROOT).as_posix()
         modules = [module.relative_to(ROOT).as_posix() for module in beside(script)]
