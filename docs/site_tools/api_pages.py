@@ -22,6 +22,11 @@ def heading(words: str, mark: str = "=") -> str:
     return f"{words}\n{mark * len(words)}\n\n"
 
 
+def sentence_of(module: str) -> str:
+    """The first paragraph of a module's docstring."""
+    return escaped(" ".join((importlib.import_module(module).__doc__ or "").strip().partition("\n\n")[0].split()))
+
+
 def page_of(module: str, name: str, seen: set[int]) -> str:
     """A class with its members, a function, or a constant; what has a page already is not indexed a second time."""
     value = getattr(importlib.import_module(module), name)
@@ -45,14 +50,16 @@ def write_pages(folder: Path) -> None:
         rows = "".join(f"   {name}\n" for name in names)
         pages = "".join(f"   {name} <{short}.{name}>\n" for name in names)
         (place / f"{short}.rst").write_text(
-            f"{heading(module)}.. currentmodule:: {module}\n\n.. autosummary::\n\n{rows}\n"
+            f"{heading(module)}{sentence_of(module)}\n\n.. currentmodule:: {module}\n\n.. autosummary::\n\n{rows}\n"
             f".. toctree::\n   :hidden:\n\n{pages}",
             encoding="utf-8",
         )
-    shown = "".join(f"   {module.removeprefix('bayesgrad.')}\n" for module in modules)
+    short = {module: module.removeprefix("bayesgrad.") for module in modules}
+    shown = "".join(f"- :doc:`{module} <{short[module]}>`: {sentence_of(module)}\n" for module in modules)
+    pages = "".join(f"   {name}\n" for name in short.values())
     (place / "index.rst").write_text(
-        f"{heading('API')}Every public name has a page. :doc:`/api` has all of them with a sentence each.\n\n"
-        f".. toctree::\n   :maxdepth: 1\n\n{shown}   /api\n",
+        f"{heading('API')}Every public name has a page. :doc:`/api` has all of them with a sentence each.\n\n{shown}\n"
+        f".. toctree::\n   :hidden:\n\n{pages}   /api\n",
         encoding="utf-8",
     )
 
