@@ -33,6 +33,7 @@ default_role = "literal"
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

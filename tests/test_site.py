@@ -52,6 +52,14 @@ def test_papers_print_what_is_recorded(script: Path, tmp_path: Path) -> None:
     assert not differences(recorded(script), gallery.run(script, tmp_path), relative=0.15)
 
 
+def test_equations_of_one_line_are_not_aligned() -> None:
+    """MathJax draws an error in their place: Sphinx aligns those with several lines only."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    blocks = [block for text in sources for block in re.findall(r"\.\. math::\n+((?: +\S.*\n)+)", text)]
+    assert blocks
+    assert not [block for block in blocks if "&" in block and r"\\" not in block]
+
+
 def test_docstrings_become_restructured_text() -> None:
     lines = ["One |x| of coef_ and `a_`.", "", "| a | b |", "|---|---|", "| 1 | `c` |", "", ".. math::", "    a_ | b"]
     lines += ["", "Reference: a paper.", "Checked by: a *kind* test.", "", ">>> f(*x)"]

@@ -242,7 +242,7 @@ class OrnsteinUhlenbeckPair(Transition):
     r"""The optimum of each weight drifts, driven by a momentum that itself drifts.
 
     .. math::
-        p &\leftarrow (1 - \eta_p)\, p + \eta_p\, \xi_p, \quad
+        p \leftarrow (1 - \eta_p)\, p + \eta_p\, \xi_p, \quad
         w \leftarrow c_w w + \eta\, p_{old} + \eta_w\, \xi_w, \quad
         c_w = 1 - (\eta^2 + \eta_w^2)/(2\sigma^2)
 
