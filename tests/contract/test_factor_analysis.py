@@ -93,7 +93,7 @@ def test_columns_without_variance_and_columns_explained_in_full() -> None:
     for method in ("em", "vb"):
         model = FactorAnalysis(1, method=method, tol=1e-4)
         if method == "em":
-            with pytest.warns(UserWarning, match=r"explain 3 columns without noise \(columns 0, 1, 2\)"):
+            with pytest.warns(UserWarning, match=r"explain 3 columns but for noise_floor=0.005 .* \(columns 0, 1, 2\)"):
                 model.fit(rows)
         else:
             model.fit(rows)
@@ -113,6 +113,8 @@ REFUSED = [
     ({"noise": "full"}, X, "noise must be one of 'diagonal', 'isotropic', got 'full'"),
     ({"init": "svd"}, X, "init must be one of 'pca', 'random', got 'svd'"),
     ({"noise_prior": (1.0, 0.0)}, X, r"noise_prior must be a positive shape and rate, got \(1.0, 0.0\)"),
+    ({"noise_floor": 0.0}, X, "noise_floor must be a number between 0 and 1, or None, got 0.0"),
+    ({"noise_floor": "small"}, X, "noise_floor must be a number between 0 and 1, or None, got 'small'"),
     ({"mean_precision": -1.0}, X, "mean_precision must be a positive number, got -1.0"),
     ({"mean_precision": None}, X, "mean_precision must be a positive number, got None"),
     ({"relevance_prior": (1.0, np.nan)}, X, r"relevance_prior must be a positive shape and rate, got \(1.0, nan\)"),

@@ -338,5 +338,6 @@ def test_a_state_without_variance_in_a_direction_is_said_to_have_none(covariance
     low, high = random.randn(40, 2) * [1, 0], random.randn(40, 2) + 5
     rows = np.concatenate([low, high])
     with pytest.warns(UserWarning, match=r"state \d has .* times the standard .* pass a greater covars_prior"):
-        HiddenMarkov(2, covariance_type=covariance_type, random_state=0).fit(rows)
-    HiddenMarkov(2, covariance_type=covariance_type, random_state=0, covars_prior=0.1).fit(rows)
+        HiddenMarkov(2, covariance_type=covariance_type, random_state=0, covars_prior=1e-6).fit(rows)
+    model = HiddenMarkov(2, covariance_type=covariance_type, random_state=0).fit(rows)
+    assert model.score(rows + np.array([0, 0.1])) > -1e3

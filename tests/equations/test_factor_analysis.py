@@ -92,6 +92,48 @@ def test_sweeps_of_em(noise: str, holes: float) -> None:
     np.testing.assert_allclose(five.transform(X), first[:, :-1], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:the factors explain . columns but for noise_floor")
+@pytest.mark.parametrize("holes", [0.0, 0.3])
+@pytest.mark.parametrize("noise", ["diagonal", "isotropic"])
+def test_noise_has_a_floor(noise: str, holes: float) -> None:
+    """M-steps over noise of at least the floor: the larger of floor and residuals. The bound is the likelihood."""
+    X = data(holes=holes)
+    share = 0.2 if noise == "diagonal" else 0.4
+    options = {"noise": noise, "init": "random", "tol": 0, "noise_floor": share}
+    one, five, many = (FactorAnalysis(2, max_iter=steps, **options).fit(X) for steps in (1, 5, 50))
+    W, m, psi = one.components_.T, one.mean_, np.broadcast_to(one.noise_variance_, (6,))
+    floor = share * np.nanvar(X, 0)
+    floor = np.full(6, floor.mean()) if noise == "isotropic" else floor
+    for _ in range(4):
+        W, m, psi = em_sweep(X, W, m, psi, noise == "isotropic")
+        psi = np.maximum(psi, floor)
+    covariance = W @ W.T + np.diag(psi)
+    np.testing.assert_allclose(five.get_covariance(), covariance, rtol=1e-8)
+    assert five.elbo_ == pytest.approx(log_likelihood(X, m, covariance), rel=1e-9)
+    assert np.diff(many.elbos_).min() > 0
+    reached = np.isclose(np.broadcast_to(many.noise_variance_, (6,)), floor, rtol=1e-12)
+    assert reached.any()
+    assert noise == "isotropic" or not reached.all()
+
+
+def test_by_default_rows_apart_from_the_training_rows_keep_a_density() -> None:
+    """Two columns are copies in the training rows, and new rows differ by a deviation: their noise is 0.005."""
+    X = np.random.default_rng(0).normal(size=(200, 4))
+    X[:, 1] = X[:, 0]
+    for K in (1, None):
+        with pytest.warns(UserWarning, match=r"explain 2 columns but for noise_floor=0.005 .* \(columns 0, 1\)"):
+            model = FactorAnalysis(K).fit(X)
+        least = 0.005 * X.var(0)
+        np.testing.assert_allclose(model.noise_variance_[:2], least[:2], rtol=1e-12)
+        assert (model.noise_variance_ >= (1 - 1e-12) * least).all()
+        centre = model.mean_[None]
+        apart = centre + np.array([0, 1.0, 0, 0])
+        assert model.score(apart) > model.score(centre) - 1 / (2 * least[1])
+    rest = FactorAnalysis(1, noise_floor=1e-12)
+    with pytest.warns(UserWarning, match="but for noise_floor=1e-12"):
+        assert rest.fit(X).score(apart) < -1e6
+
+
 def test_the_maximum_is_scikit_learns() -> None:
     X = data(n=300, D=8, K=2)
     model = FactorAnalysis(2, tol=1e-13, max_iter=5000).fit(X)
@@ -138,7 +180,7 @@ def test_more_columns_than_rows() -> None:
             assert_close(wide.message(node), other.message(node), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:the factors explain 3 columns without noise")  # copies of two rows
+@pytest.mark.filterwarnings("ignore:the factors explain 3 columns but for noise_floor")  # copies of two rows
 @pytest.mark.parametrize("noise", ["diagonal", "isotropic"])
 @pytest.mark.parametrize("method", ["em", "vb"])
 @pytest.mark.parametrize("rows", ["outlier", "copies", "units", "gaps"])
@@ -366,11 +408,8 @@ def test_what_is_missing_is_filled_by_its_expectation() -> None:
 def test_fewer_rows_than_columns(method: str, noise: str) -> None:
     """By default the number of components is the rank of the centred rows."""
     rows = np.random.default_rng(0).normal(size=(6, 9))
-    model, exact = (
-        FactorAnalysis(method=method, noise=noise, max_iter=30, tol=0),
-        (method, noise) == ("em", "isotropic"),
-    )
-    with pytest.warns(UserWarning, match="explain 9 columns without noise") if exact else nullcontext():
+    model = FactorAnalysis(method=method, noise=noise, max_iter=30, tol=0)
+    with pytest.warns(UserWarning, match="explain 9 columns but for") if method == "em" else nullcontext():
         found = model.fit(rows)
     assert found.components_.shape == (5, 9)
     assert np.isfinite(found.score_samples(rows)).all()

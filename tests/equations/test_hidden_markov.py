@@ -250,6 +250,46 @@ def test_one_sweep_of_variational_rows_in_numpy() -> None:
         assert_close(model.covars_[k], spread / (D + counts[k]), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
+def test_the_default_prior_is_hmmlearns_in_units_of_the_columns(kind: str) -> None:
+    """0.01 times the variances, added to sums of squares. The score is the likelihood; the bound has the prior too."""
+    X, start, units = chain()[0], random_start(1, kind), np.array([1.0, 30.0])
+    one, other = (HiddenMarkov(3, covariance_type=kind, tol=0, max_iter=12, **start) for _ in range(2))
+    one.fit(X, lengths=LENGTHS)
+    spread = 0.01 * X.var(0)
+    given = {"diag": spread, "spherical": spread.mean() / 2}  # once for the squares of both columns
+    peer = peer_of(kind, start, 12)
+    peer.set_params(covars_prior=given.get(kind, np.diag(spread)))
+    peer.fit(X, LENGTHS)
+    assert_close(one.means_, peer.means_, rtol=1e-9, atol=1e-10)
+    covars = peer._covars_[:, 0] if kind == "spherical" else peer._covars_
+    assert_close(one.covars_, covars, rtol=1e-8, atol=1e-10)
+    likelihood = peer.score(X, LENGTHS)
+    assert one.score(X, lengths=LENGTHS) * len(X) == pytest.approx(likelihood, rel=1e-10)
+    if kind == "full":
+        prior = -np.trace(spread[:, None] * np.linalg.inv(covars).sum(0)) / 2
+        assert one.elbo_ == pytest.approx(likelihood + prior, rel=1e-10)
+    if kind != "spherical":
+        scale = {"full": np.outer(units, units), "tied": np.outer(units, units), "diag": units**2}[kind]
+        other.set_params(means_init=start["means_init"] * units, covars_init=start["covars_init"] * scale)
+        assert_close(other.fit(X * units, lengths=LENGTHS).covars_, one.covars_ * scale, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["full", "diag"])
+def test_em_raises_the_likelihood_with_its_prior(kind: str) -> None:
+    """From the maximum of the likelihood, which falls while the bound rises."""
+    rng = np.random.default_rng(0)
+    X = np.concatenate([rng.normal(size=(30, 3)), 4 + rng.normal(size=(5, 3)) * [1, 0.1, 0.01]])
+    most = HiddenMarkov(2, covariance_type=kind, covars_prior=0.0, random_state=0, tol=1e-10).fit(X)
+    start: dict[str, Any] = dict(startprob_init=most.startprob_, transmat_init=most.transmat_)
+    start |= dict(means_init=most.means_, covars_init=most.covars_)
+    fits = [HiddenMarkov(2, covariance_type=kind, tol=0, max_iter=n, **start).fit(X) for n in (1, 2, 5, 20)]
+    assert most.score(X) > max(model.score(X) for model in fits) + 0.01
+    rises = np.diff(fits[-1].elbos_)
+    assert rises.min() > -1e-9 * abs(fits[-1].elbo_)
+    assert rises.max() > 0.1
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", ["em", "vb"])
 @pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical", "categorical"])

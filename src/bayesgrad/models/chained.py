@@ -168,7 +168,7 @@ def warn_if_degenerate(covars: Tensor) -> None:
         warn(
             f"in some direction, state {state} has {float(least[state].clamp(min=0).sqrt()):.1g} times the standard "
             "deviation of columns in other states, so that new rows may have a very low likelihood: pass a greater "
-            "covars_prior (as 0.01 times the variance of a column), or leave out columns that others determine."
+            "covars_prior (by default 0.01 times the variances of X), or leave out columns that others determine."
         )
 
 

@@ -31,7 +31,7 @@ METHODS = ("em", "vb")
 NOISES = ("diagonal", "isotropic")
 INITS = ("pca", "random")
 NORMAL = Gaussian()
-FLOOR = 1e-12  # smallest noise of EM, relative to a column's variance (to their mean, if all share one noise)
+FLOORS = {"diagonal": 0.005, "isotropic": 1e-12}  # defaults of `noise_floor`
 
 
 @dataclass(eq=False, repr=False)
@@ -50,12 +50,19 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     NaN in X marks missing numbers. They are left out of the density.
 
+    With diagonal noise the likelihood often has its maximum where a column has no noise (a Heywood case; with K = D it
+    is one if columns are collinear), and rows that deviate from the training rows there have a density of nearly 0. EM
+    therefore maximises the likelihood over noise of at least `noise_floor`, and warns of columns at this bound.
+
     Args:
-        n_components: K; None for the number of columns (minus one with `"vb"`).
+        n_components: K; None for the number of columns (minus one with `"vb"`), which fits any covariance matrix.
         method: `"em"` or `"vb"`.
         noise: `"diagonal"`, a τ_d for each column, or `"isotropic"`, one for all.
         init: `"pca"`, principal components of the columns (standardised for diagonal noise), or `"random"`; starts
             after the first are random.
+        noise_floor: smallest noise variance of `"em"`, in units of the column's variance (of the mean of all, if
+            isotropic); None for 0.005 with diagonal noise, the bound of R's `factanal`, and 1e-12 with isotropic noise,
+            which has the mean of what all columns leave.
         relevance_prior, noise_prior: shape and rate of the Gamma priors of alpha_k and τ_d, in data units; `"vb"`.
         mean_precision: of m_d ~ N(mean of the column, 1/mean_precision); `"vb"`.
         n_init, max_iter, tol, random_state, progress, offset, decay, total_samples: see `Latent`.
@@ -85,6 +92,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     method: str = "em"
     noise: str = "diagonal"
     init: str = "pca"
+    noise_floor: float | None = None
     relevance_prior: tuple[float, float] = (1e-3, 1e-3)
     noise_prior: tuple[float, float] = (1e-3, 1e-3)
     mean_precision: float = 1e-6
@@ -101,12 +109,14 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     def fit(self, X: Any, y: Any = None) -> FactorAnalysis:
         """Fits X and discards previous fits. y is ignored."""
         super().fit(X)
-        noise = torch.as_tensor(self.noise_variance_, dtype=torch.float64).expand(len(self._floor))
-        if self.method == "em" and (exact := (noise <= 10 * self._floor.to(noise)).nonzero().flatten().tolist()):
+        noise = torch.as_tensor(self.noise_variance_, dtype=torch.float64).expand(len(self._unit))
+        least = (1 + 1e-6) * self._floor().to(noise)
+        if self.method == "em" and (exact := (noise <= least).nonzero().flatten().tolist()):
             some = ", ".join(map(str, exact[:5])) + (", .." if len(exact) > 5 else "")
             warn(
-                f"the factors explain {len(exact)} columns without noise (columns {some}), so that the density is "
-                "degenerate: leave out columns that others determine, or use fewer components."
+                f"the factors explain {len(exact)} columns but for noise_floor={self._fraction():g} of their variance "
+                f"(columns {some}), where the likelihood still rises as their noise falls: leave out columns that "
+                "others determine, use fewer components, or set noise_floor."
             )
         return self
 
@@ -186,7 +196,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         D = model.n_features_in_ = len(centre)
         model._shape, model._device, model._centre, model._starts = (10 * (D + len(W)), D), None, centre, 0
         variance = noise.expand(D)
-        model._floor = FLOOR * variance
+        model._unit = variance + W.square().sum(0)
         return model._begun_with(model._nodes_at(W.mT, variance, model._shape[0]))
 
     def _initial_values(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
@@ -196,10 +206,10 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         unit = X.square().sum(0) / counts
         usual = unit.mean() if unit.any() else torch.ones_like(unit[0])
         unit = torch.where(unit > 0, unit, usual) if self.noise == "diagonal" else usual.expand(D)
-        self._floor = FLOOR * unit
+        self._unit, least = unit, self._fraction()
         if not pca:
             W = torch.as_tensor(random.normal(size=(D, K)) / K**0.5).to(X)
-            return unit.sqrt()[:, None] * W, unit / 2
+            return unit.sqrt()[:, None] * W, unit * max(least, 0.5)
         values, directions = _spectrum(X / unit.sqrt())
         values = torch.cat([values / n, values.new_zeros(D - len(values))])
         rest = values[K:].mean() if K < D else values[-1] / 2
@@ -207,8 +217,16 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         W = directions[:count].mT * (values[:count] - rest).clamp(min=1e-6).sqrt()
         if W.shape[1] < K:  # fewer rows than components
             W = torch.cat([W, 1e-3 * torch.as_tensor(random.normal(size=(D, K - W.shape[1]))).to(X)], 1)
-        noise = rest.clamp(min=FLOOR) if self.noise == "isotropic" else (1 - W.square().sum(1)).clamp(min=0.05)
-        return unit.sqrt()[:, None] * W, unit * noise
+        noise = rest if self.noise == "isotropic" else (1 - W.square().sum(1)).clamp(min=0.05)
+        return unit.sqrt()[:, None] * W, unit * noise.clamp(min=least)
+
+    def _fraction(self) -> float:
+        """The smallest noise of EM in units of `_unit`."""
+        return FLOORS[self.noise] if self.noise_floor is None else self.noise_floor
+
+    def _floor(self) -> Tensor:
+        """The smallest noise variances, (D,)."""
+        return self._fraction() * self._unit
 
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         if self.method == "em":
@@ -222,7 +240,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         ]
 
     def _data_factor(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> ScoresFactor:
-        return ScoresFactor(data, nodes[0], nodes[1], scale, floor=self._floor if self.method == "em" else 0.0)
+        return ScoresFactor(data, nodes[0], nodes[1], scale, floor=self._floor() if self.method == "em" else 0.0)
 
     def _after_iteration(self, nodes: Sequence[Node]) -> None:
         """Rotates W so that Σ_d E[w_d w_d'] is diagonal, and updates alpha to its optimum.
@@ -330,6 +348,9 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
             pair = require_numbers(name, given)
             if pair.shape != (2,) or not ((pair > 0) & torch.isfinite(pair)).all():
                 raise ValueError(f"{name} must be a positive shape and rate, got {given!r}.")
+        floor = self.noise_floor
+        if floor is not None and not (is_number(floor) and 0 < floor < 1):
+            raise ValueError(f"noise_floor must be a number between 0 and 1, or None, got {floor!r}.")
         if not (is_number(self.mean_precision) and self.mean_precision > 0):
             raise ValueError(f"mean_precision must be a positive number, got {self.mean_precision!r}.")
 

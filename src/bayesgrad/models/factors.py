@@ -129,8 +129,8 @@ class ScoresFactor(LatentVariableFactor):
         rows: the data.
         loadings: rows of [W m], plates (D,), Gaussian.
         noise: precisions τ, plates (D,), or () if all columns share one, Gamma.
-        floor: a variance that is added to every x, a number or (D,), so that the noise of fully explained columns does
-            not vanish.
+        floor: smallest variance of the noise, a number or (D,): messages to τ are those of residuals no smaller, so
+            that a step with rho = 1 has the largest bound of all τ <= 1/floor.
 
     Reference: Rubin and Thayer, 1982, for EM; Bishop, 1999, for the expectations over W and τ.
     Checked by: tests/equations/test_factor_analysis.py.
@@ -151,10 +151,10 @@ class ScoresFactor(LatentVariableFactor):
         known = Loadings.of(loadings, noise)
         value, crossed, moments, residual, counts = (self._whole if self.rows.observed is None else self._parts)(known)
         tau = known.precision
-        residual = residual + (known.covariance * moments).sum((1, 2)) + self.floor * counts
-        half = counts / 2, -residual / 2
+        left, least = residual + (known.covariance * moments).sum((1, 2)), self.floor * counts
         if not noise.natural[0].dim():
-            half = half[0].sum(), half[1].sum()
+            left, least, counts = left.sum(), least.sum(), counts.sum()
+        half = counts / 2, -torch.maximum(left, least) / 2
         row = tau[:, None] * crossed, tau[:, None, None] * (moments / -2)
         return value, {loadings: row, noise: half}
 
@@ -172,7 +172,7 @@ class ScoresFactor(LatentVariableFactor):
         extended = torch.cat([z, ones], 1)
         moments, counts = extended.mT @ extended, tau.new_full((D,), n)
         residual = (X - extended @ known.first.mT).square().sum(0)
-        left = residual + (known.covariance * moments).sum((1, 2)) + self.floor * counts
+        left = residual + (known.covariance * moments).sum((1, 2))
         volume = (known.log_precision.sum() - D * LOG_2PI) / 2 - factor.diagonal().log().sum()
         value = n * volume - ((tau * left).sum() + z.square().sum()) / 2  # tr(A^-1 A) = K: see `infer`
         moments[:K, :K] += n * (other @ other.mT)
@@ -193,8 +193,7 @@ class ScoresFactor(LatentVariableFactor):
         unsure = (patterns.mT @ spread.flatten(1)).view(-1, width - 1, width - 1)
         W, seen = known.first[:, :-1], patterns.mT @ counts
         residual = self.rows.left(extended, known.first).square().sum(0) + ((unsure @ W[..., None])[..., 0] * W).sum(1)
-        value = values.sum() - (self.floor * seen * known.precision).sum() / 2
-        return value, self.rows.values.mT @ extended, moments, residual, seen
+        return values.sum(), self.rows.values.mT @ extended, moments, residual, seen
 
 
 class RelevancePrior(Factor):

@@ -23,6 +23,7 @@ from bayesgrad.models.latent import Latent
 
 EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
 SUBSET = 20_000  # maximum number of rows for k-means
+SQUARES = 0.01  # Ψ of EM in units of the columns' variances: hmmlearn's covars_prior
 
 
 @dataclass(eq=False, repr=False)
@@ -48,8 +49,9 @@ class HiddenMarkov(Latent):
         means_prior, means_weight: the prior N(m | m_0, (κ_0 Λ)^-1) of means; None for the mean of X, and for 0 with
             `"em"`, 1 with `"vb"`.
         covars_prior, dof_prior: Ψ and nu of the prior W(Λ | nu, Ψ^-1): Ψ is a number, (D,) or (D, D). None for the
-            covariance of X with `"vb"`, and with `"em"` for a millionth of the variances of X, which prevents states
-            that contain a single point; nu = D, or flat with `"em"`.
+            covariance of X with `"vb"`, and with `"em"` for 0.01 times the variances of X, hmmlearn's number in their
+            units: it is added to the sums of squares of each state. 0 is maximum likelihood. nu = D, or flat with
+            `"em"`.
         init: `"kmeans"` or `"random"`: centres of K clusters, or K rows of X. Symbols start at random.
         startprob_init, transmat_init, means_init, covars_init, emissionprob_init: initial values, any or all of them.
             With `"em"` probabilities that start at zero stay zero: use this for a left-to-right chain.
@@ -61,7 +63,7 @@ class HiddenMarkov(Latent):
         means_, covars_: m_k (K, D) and Λ_k^-1, in the shape of scikit-learn's covariances_; `"vb"`: E[m_k], E[Λ_k]^-1.
         startprob_posterior_, transmat_posterior_, emissionprob_posterior_: concentrations, with `"vb"`.
         means_weight_, dof_: κ_k and nu_k, with `"vb"`.
-        elbo_, elbos_, n_iter_, converged_: see `Latent`.
+        elbo_, elbos_, n_iter_, converged_: see `Latent`. The bound of `"em"` has log priors too, as -tr(Ψ Σ_k Λ_k)/2.
 
     X is (n, D), for symbols (n, 1) or (n,), with the `lengths` of its sequences, one by default; or a list of arrays
     or tensors, one per sequence. Nested lists are the rows of one sequence. A row of NaN is a missing observation.
@@ -140,8 +142,7 @@ class HiddenMarkov(Latent):
         # As many rows as validation needs; the parameters do not depend on them.
         rows = torch.cat([given, given[:1] + 1]).numpy() if not symbols else np.arange(len(given) + 1.0) % 1
         data = model._read(chained.SequenceInput(rows), reset=True)
-        prior, model._prior = model._prior, [tuple(torch.zeros_like(part) for part in own) for own in model._prior]
-        model._nodes, model._prior = model._start(data, check_random_state(0)), prior
+        model._nodes = model._start(data, check_random_state(0))
         model._remember_settings()
         model._rows = model._batches = 0
         model._set_attributes(model._nodes)
@@ -252,7 +253,7 @@ class HiddenMarkov(Latent):
         D, vb, mean = known.shape[1], self.method == "vb", known.mean(0)
         known = known - mean
         variance = known.square().mean(0)
-        floor = torch.diag(1e-6 * torch.where(variance > 0, variance, 1))
+        floor = torch.diag((1e-6 if vb else SQUARES) * torch.where(variance > 0, variance, 1))
         weight = (1.0 if vb else 0.0) if self.means_weight is None else self.means_weight
         location = mean
         if self.means_prior is not None:
@@ -281,7 +282,7 @@ class HiddenMarkov(Latent):
     # --- initial values ---
 
     def _start(self, data: chained.Sequences, random: np.random.RandomState) -> list[Node]:
-        """The prior plus as many pseudo-observations of the initial parameters as there are rows."""
+        """As many pseudo-observations of the initial parameters as there are rows, plus the prior with `"vb"`."""
         K, weight = self.n_states, len(data.layout.rows) / self.n_states
         even, random_rows = np.full(K, 1 / K), self.init == "random" or self._dims == 1
         startprob = self._initial_probabilities("startprob_init", (K,), even)
@@ -294,9 +295,10 @@ class HiddenMarkov(Latent):
         else:
             messages = self._initial_rows(data.emissions, random, weight)
         added = (len(data) * startprob,), (weight * transmat,), messages
-        naturals = [tuple(a + b for a, b in zip(prior, own)) for prior, own in zip(self._prior, added)]
+        if self.method == "vb":
+            added = [tuple(a + b for a, b in zip(prior, own)) for prior, own in zip(self._prior, added)]
         names = "startprob", "transmat", "emissions"
-        return [Node(family, own, name=name) for family, own, name in zip(self._families, naturals, names)]
+        return [Node(family, own, name=name) for family, own, name in zip(self._families, added, names)]
 
     def _initial_probabilities(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
         given = getattr(self, name)
@@ -421,9 +423,7 @@ class HiddenMarkov(Latent):
         seed = check_random_state(self.random_state if random_state is None else random_state).randint(2**31 - 1)
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(n_samples, dtype=torch.float64, generator=generator)
-        maps = chained.drawn(
-            _array(self.transmat_), uniform.expand(self.n_states, -1)
-        ).mT.contiguous()  # from each state
+        maps = chained.drawn(_array(self.transmat_), uniform.expand(self.n_states, -1)).mT.contiguous()  # from each
         maps[0] = chained.drawn(_array(self.startprob_), uniform[:1])
 
         def follow(earlier: Elements, later: Elements) -> Elements:
