@@ -38,6 +38,13 @@ def _each(labels: str | Sequence[str], count: int) -> Sequence[str]:
     return [labels] * count if isinstance(labels, str) else labels
 
 
+def _dot(label: str, colour: str) -> Any:
+    """What a legend shows for many faint points."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], ls="none", marker=".", color=colour, label=label)
+
+
 def _few_decades(axis: Any) -> None:
     """Ticks of a logarithmic axis of less than two decades as plain numbers: powers of ten would be too few."""
     from matplotlib.ticker import LogLocator, NullLocator
@@ -172,7 +179,7 @@ def clouds(path: Path, panels: Mapping[str, Cloud]) -> None:
     turn = np.linspace(0, 2 * np.pi, 200)
     circle = 3 * np.stack([np.cos(turn), np.sin(turn)])
     for axis, (title, panel) in zip(axes, panels.items()):
-        axis.plot(*panel.points.T, ".", ms=2, alpha=0.3, color=PALETTE[1], label="iterates", rasterized=True)
+        axis.plot(*panel.points.T, ".", ms=2, alpha=0.3, color=PALETTE[1], rasterized=True)
         axis.plot(*panel.centre, "o", color=PALETTE[0], ms=5)
         for centre, covariance, colour, dashes, label in (
             (panel.centre, panel.expected, PALETTE[0], "-", "Laplace, three deviations"),
@@ -181,7 +188,7 @@ def clouds(path: Path, panels: Mapping[str, Cloud]) -> None:
             ellipse = centre[:, None] + np.linalg.cholesky(covariance) @ circle
             axis.plot(*ellipse, color=colour, lw=1.6, ls=dashes, label=label)
         axis.set(title=title, xlabel="first weight", ylabel="second weight")
-    add_legend(figure, axes, columns=3)
+    add_legend(figure, axes, [_dot("iterates", PALETTE[1])], columns=3)
     save_figure(figure, path)
 
 
@@ -204,13 +211,13 @@ def scatter_with_curves(
 ) -> None:
     """Points behind curves, on two logarithmic axes."""
     figure, (axis,) = new_figure(1, 4.0)
-    axis.plot(x, y, ".", ms=2, alpha=0.25, color=PALETTE[6], label="weights", rasterized=True)
+    axis.plot(x, y, ".", ms=2, alpha=0.25, color=PALETTE[6], rasterized=True)
     for colour, dashes, (name, (a, b)) in zip(HUES, ("-", "--", "-.", ":"), lines.items()):
         axis.plot(a, b, color=colour, ls=dashes, label=name, lw=1.8)
     axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
     reach = np.concatenate([a for a, _ in lines.values()])
     axis.set_xlim(reach.min() / 1.2, reach.max() * 1.2)
-    add_legend(figure, [axis])
+    add_legend(figure, [axis], [_dot("weights", PALETTE[6])])
     save_figure(figure, path)
 
 
@@ -395,8 +402,6 @@ def hills(path: Path, panels: Mapping[str, Hills], labels: tuple[str, str]) -> N
         axis.set(title=title, xlim=(panel.side[0], panel.side[-1]), ylim=(panel.side[0], panel.side[-1]))
         axis.set(xlabel=labels[0], ylabel=labels[1])
         axis.grid(visible=False)
-    alike: Any = {"ls": "none", "color": PALETTE[7]}
-    ends = (Line2D([], [], marker=".", **alike, label="start"), Line2D([], [], marker="o", mfc="none", **alike))
-    ends[1].set_label("end")
-    add_legend(figure, axes, ends)
+    end = Line2D([], [], ls="none", marker="o", mfc="none", color=PALETTE[7], label="end")
+    add_legend(figure, axes, [_dot("start", PALETTE[7]), end])
     save_figure(figure, path)
