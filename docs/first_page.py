@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import bayesgrad
-from bayesgrad.plots import PALETTE, new_figure, save_figure
+from bayesgrad.plots import PALETTE, add_legend, new_figure, save_figure
 
 
 def regression(axis) -> None:
@@ -30,8 +30,7 @@ def regression(axis) -> None:
     axis.fill_between(*band, color=PALETTE[0], alpha=0.3, lw=0, label="90 % interval of laplace()")
     axis.plot(grid, model(grid).detach(), color=PALETTE[0], label="trained network")
     axis.plot(x, y, ".", color=PALETTE[7], ms=3, alpha=0.6, label="data")
-    axis.set(title="a trained network, and its posterior", xlabel="x", ylabel="y", ylim=(-3, 3))
-    axis.legend(fontsize=8, loc="lower left", framealpha=0.9)
+    axis.set(title="network and posterior", xlabel="x", ylabel="y", ylim=(-3, 3))
 
 
 def classifier(kind: str, x: Tensor, y: Tensor, ground: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ def classifier(kind: str, x: Tensor, y: Tensor, ground: Tensor) -> Tensor:
 
 
 def main() -> None:
-    figure, (first, *others) = new_figure(3, 4.4, 3.6)
+    figure, (first, *others) = new_figure(3, 3.0, columns=3)
     regression(first)
     torch.manual_seed(0)
     x = torch.randn(200, 2)
@@ -66,7 +65,7 @@ def main() -> None:
     side = torch.linspace(-5, 5, 101)
     ground = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
     drawn = None
-    for axis, kind, words in zip(others, ("AdamW", "IVON"), ("AdamW", "IVON, averaged over its posterior")):
+    for axis, kind, words in zip(others, ("AdamW", "IVON"), ("AdamW", "IVON, averaged")):
         values = classifier(kind, x, y, ground)
         drawn = axis.pcolormesh(side, side, values, cmap="RdBu_r", vmin=0, vmax=1, shading="gouraud", rasterized=True)
         axis.contour(side, side, values, levels=[0.5], colors="black", linewidths=1)
@@ -74,7 +73,7 @@ def main() -> None:
             axis.plot(*x[y == label].T, mark, ms=4, color=colour, mec="white", mew=0.5, label=f"class {label}")
         axis.set(title=words, xlabel="first input", ylabel="second input")
         axis.grid(visible=False)
-    others[0].legend(fontsize=8, loc="lower left", framealpha=0.9)
+    add_legend(figure, [first, *others], columns=3)
     figure.colorbar(drawn, ax=others[-1], label="probability of class 1")
     save_figure(figure, Path(__file__).with_name("first-page.png"))
 

@@ -8,11 +8,12 @@ import inspect
 import io
 import re
 import runpy
+import statistics
 from pathlib import Path
 
 import pytest
 
-from bayesgrad_lab import catalogue
+from bayesgrad_lab import catalogue, figures
 from bayesgrad_lab.experiments import EXPERIMENTS
 from bayesgrad_lab.report import UNRESOLVED
 from printed import differences
@@ -147,6 +148,31 @@ def test_verdicts_that_are_not_resolved_are_so_everywhere(name: str) -> None:
     assert listed.startswith(UNRESOLVED) == shown.lower().startswith(UNRESOLVED)
     if listed.startswith(UNRESOLVED):
         assert shown == f"{listed[0].upper()}{listed[1:]}."
+
+
+def test_figures_that_are_drawn_from_tables_are_on_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """python docs/redraw.py draws them: with numbers only, or nan where the page says that runs diverged."""
+    drawn: list[tuple[Path, object]] = []
+    for name in ("lines", "dots", "bars"):
+        monkeypatch.setattr(figures, name, lambda path, given, *_: drawn.append((path, given)))
+    for page, draw in runpy.run_path(str(ROOT / "docs/redraw.py"))["PAGES"].items():
+        before = len(drawn)
+        draw(page)
+        text = (ROOT / f"docs/results/{page}.md").read_text()
+        assert len(drawn) > before
+        for path, given in drawn[before:]:
+            assert path.exists()
+            assert f"]({path.name})" in text
+            assert "diverged" in text or "nan" not in str(given)
+
+
+def test_the_values_of_a_cell_have_its_mean_and_error() -> None:
+    runs = runpy.run_path(str(ROOT / "docs/redraw.py"))["runs"]
+    values = runs("1,204.5 ± 0.25")
+    assert statistics.mean(values) == pytest.approx(1204.5)
+    assert statistics.stdev(values) / len(values) ** 0.5 == pytest.approx(0.25)
+    assert runs("-2.5") == [-2.5]
+    assert str(runs("diverged")) == "[nan]"
 
 
 def test_the_table_of_claims_is_current() -> None:

@@ -132,3 +132,12 @@ def test_what_girolami_and_calderhead_add_is_the_corrected_drift_once_more() -> 
     v = torch.einsum("ia,jab,bj->i", inverse, change, inverse)
     t = inverse @ torch.einsum("ab,jba->j", inverse, change)
     assert_close(inverse @ pulled(w), -v + t / 2, rtol=1e-10, atol=1e-12)
+
+
+def test_chains_without_noise_end_at_the_best_weights_without_a_prior() -> None:
+    """Laplace's approximation, which the samples of smith2018-fig1 are compared with, has no prior either."""
+    task = smith2018_logistic.Regression("fig1", 2, 200, 10, 0, 500)
+    weights = smith2018_logistic.sample(task, 2, heat=1e-20, keep=True)["samples"][-1]
+    for seed in range(2):
+        best, *_ = smith2018_logistic.optimum(*(part[:200] for part in task.data(seed)))
+        assert weights[seed] == pytest.approx(best, rel=1e-6)

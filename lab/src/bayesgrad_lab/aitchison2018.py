@@ -353,16 +353,16 @@ def kronecker(context: Context) -> Report:
     report.draw(
         context.folder / "kronecker.png",
         figures.lines,
-        {"with process noise: trace / formula": traces},
+        {"with process noise": traces},
         "η √(tr Cx tr Cδ)",
+        "trace / formula",
     )
     relative = {
         "simulated": (list(times), [errors[t] for t in times]),
         "target": (list(times), [[TIMES.get(t, math.nan)] for t in times]),
     }
-    report.draw(
-        context.folder / "static.png", figures.lines, {"without process noise: relative error": relative}, "examples"
-    )
+    panels = {"without process noise": relative}
+    report.draw(context.folder / "static.png", figures.lines, panels, "examples", "relative error")
     report.add_protocol(sides=SIDES, chains=chains, length=length)
     return report
 

@@ -148,7 +148,7 @@ def convergence(context: Context) -> Report:
             ["", *(f"{rate:g}" for rate in rates)],
             [[title, *map(_cell, ends)] for title, ends in panel.items()],
         )
-        panels[f"{problem.title}: end"] = {title: (list(rates), ends) for title, ends in panel.items()}
+        panels[problem.title] = {title: (list(rates), ends) for title, ends in panel.items()}
         falling = {w.kind: found(problem, w, FIRST, longer) for w in FALLING}
         falling |= {w.kind: found(problem, w, STILL, longer) for w in STANDING}
         titles = {w.kind: w.title for w in (*FALLING, *STANDING)}
@@ -165,7 +165,7 @@ def convergence(context: Context) -> Report:
                 }
             )
         report.add_rows(f"{problem.title}: lr or eta that falls from {FIRST:g}, or is 0", rows)
-        paths[f"{problem.title}: x"] = {titles[kind]: run["path"].T.tolist() for kind, run in falling.items()}
+        paths[problem.title] = {titles[kind]: run["path"].T.tolist() for kind, run in falling.items()}
         adam = panel[WAYS[0].title][rates.index(FIRST)]
         zero, slow = (falling[kind]["end"].mean(1).tolist() for kind in ("filter-still", "filter-falling"))
         means = {rate: mean_and_error(ends)[0] for rate, ends in zip(rates, panel["filter"])}
@@ -184,8 +184,9 @@ def convergence(context: Context) -> Report:
         f"{'. '.join(words)}. Coupling memory to the learning rate helps only where eta is small or falls; at eta = 0 "
         "steps are 1/t, and the distance covered is logarithmic in their number."
     )
-    report.draw(context.folder / "rates.png", figures.lines, panels, "learning rate, or η")
-    report.draw(context.folder / "paths.png", figures.curves, paths, f"steps / {max(1, longer // 200)}")
+    report.draw(context.folder / "rates.png", figures.lines, panels, "learning rate, or η", "final x")
+    axes = (f"steps / {max(1, longer // 200)}", "x")
+    report.draw(context.folder / "paths.png", figures.curves, paths, *axes)
     report.add_protocol(steps=steps, longer=longer, chains=chains)
     return report
 

@@ -74,7 +74,7 @@ def open_questions(context: Context) -> Report:
         results = {k: finals(context, task, _scaled(context, VARIANTS[k])) for k in dict.fromkeys(wanted)}
         report.add_rows(f"{task.title}: all runs", [_row(one) for one in results.values()])
         if suggestions:
-            title = f"{task.network}: Δ test NLL"
+            title = f"{task.network}: Δ test NLL (nats)"
             panels[title] = {q.short: results[q.new].less(results[q.plain], "nll") for q in suggestions}
             rows = []
             for q in suggestions:
@@ -177,11 +177,13 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
     report.add_rows(f"{task.title}: Kronecker whitening and others", rows)
     title, file = f"{task.title}: training loss", f"kronecker-{task.data.name}"
     curves = {one.title: by_epoch(one) for one in results.values()}
+    axes = ("epoch", "training loss (nats)")
     words = f"{title} by epoch, mean and standard error over seeds."
-    report.draw(context.folder / f"{file}.png", figures.curves, {title: curves}, caption=words)
+    report.draw(context.folder / f"{file}.png", figures.curves, {task.title: curves}, *axes, caption=words)
     timed = {one.title: (clock(one), list(zip(*curves[one.title]))) for one in results.values()}
     words = f"{task.title}: the same by processor time, on a machine with other processes."
-    report.draw(context.folder / f"{file}-time.png", figures.lines, {title: timed}, "CPU seconds", caption=words)
+    axes = ("CPU seconds", "training loss (nats)")
+    report.draw(context.folder / f"{file}-time.png", figures.lines, {task.title: timed}, *axes, caption=words)
     others = [k for k in results if k != "kroneckerfp"]
     by_step = {k: judged(own, results[k], "loss") for k in others}
     by_test = {k: judged(own, results[k], "nll") for k in others}
@@ -219,7 +221,7 @@ def _repeated(report: Report, context: Context) -> str:
         ["method", "epoch", *titles],
         rows,
     )
-    report.draw(context.folder / "repeated.png", figures.curves, dict(zip(titles, panels.values())))
+    report.draw(context.folder / "repeated.png", figures.curves, dict(zip(titles, panels.values())), "epoch", "ratio")
     first, last = ends["adabayes", 1], ends["adabayes", task.epochs]
     corrected = ends["revisiting", task.epochs]
     return (

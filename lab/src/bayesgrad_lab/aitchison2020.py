@@ -193,11 +193,10 @@ def table1(context: Context) -> Report:
             results = compare(context, task, chosen, budget)
             title = f"{network} on {name}"
             report.add_table(title, **table(results, TABLE_SCORES))
-            panels = {f"{title}: {label}": key for label, key in CURVES.items()}
             report.draw(
                 context.folder / f"table1-{name}-{network}.png",
                 figures.curves,
-                curves(results, panels),
+                *curves(results, CURVES),
                 caption=(
                     f"{title}: curves, mean and standard error over seeds. Test points and the "
                     "lowest values of an epoch, which the paper reports, are computed on 2000 test examples."

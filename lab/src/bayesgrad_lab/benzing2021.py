@@ -76,8 +76,9 @@ def _curves(context: Context, report: Report, file: str, panels: Mapping[str, Ma
     }
     lines = {title: some for title, some in lines.items() if some}
     if lines:
+        axes = ("tenths of the run", "training loss (nats)")
         words = "Training loss over all training images, mean and standard error over seeds."
-        report.draw(context.folder / file, figures.curves, lines, "tenths of the run", caption=words)
+        report.draw(context.folder / file, figures.curves, lines, *axes, caption=words)
 
 
 def _protocol(report: Report, task: Task, rules: Sequence[Rule]) -> None:
@@ -315,7 +316,8 @@ def fig4(context: Context) -> Report:
         )
     panels = {f"{name}: similarity to FOOF": lines for name, lines in similar.items()}
     panels |= {f"{name}: training loss": lines for name, lines in losses.items()}
-    report.draw(context.folder / "fig4.png", figures.lines, panels, "damping")
+    axes = ["cosine"] * len(similar) + ["training loss (nats)"] * len(losses)
+    report.draw(context.folder / "fig4.png", figures.lines, panels, "damping", axes)
     report.verdict = _verdict(comparisons, held, *words)
     report.settings["Fisher"] = _fisher_words(size, "kfac")
     return report
@@ -349,13 +351,13 @@ def fig9(context: Context) -> Report:
         _protocol(report, task, [base])
         found = {rule.title: by_damping(context, task, rule) for rule in (apart, same)}
         _table(report, name, {f"{title}, {d:g}": f for title, some in found.items() for d, f in some.items()})
-        panels[f"{name}: training loss"] = {
+        panels[name] = {
             title: (list(some), [one.values("loss") for one in some.values()]) for title, some in found.items()
         }
         for damping in base.seconds:
             pair = {title: some[damping] for title, some in found.items()}
             comparisons.append(Comparison(f"{name}, damping {damping:g}", same.title, apart.title, pair))
-    report.draw(context.folder / "fig9.png", figures.lines, panels, "damping")
+    report.draw(context.folder / "fig9.png", figures.lines, panels, "damping", "training loss (nats)")
     report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
     report.settings["Fisher"] = f"of {size.batch} images with one sampled label each, refreshed in every step"
     return report

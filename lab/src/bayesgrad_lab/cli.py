@@ -309,10 +309,10 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         results = compare(context, task, names, budget)
         report = Report(f"{network} on {data.name}")
         report.add_table(f"Test data, after {arguments.epochs} epochs", **table(results, SCORES))
-        panels = curves(results, {"training loss": "train_loss", "test loss": "nll", "test error": "error"})
+        shown = curves(results, {"training loss": "train_loss", "test loss": "nll", "test error": "error"})
         falls = f"; lr falls tenfold after epoch {milestone}" if milestone < arguments.epochs else ""
         words = f"Mean and standard error over seeds{falls}. At most 2000 test examples."
-        report.draw(context.folder / "curves.png", figures.curves, panels, caption=words)
+        report.draw(context.folder / "curves.png", figures.curves, *shown, caption=words)
         if budget:
             report.settings["search budget"] = budget.words()
             rows = [

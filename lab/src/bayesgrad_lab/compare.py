@@ -15,6 +15,8 @@ from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import History, train
 
 SHOWN = {"error": (100, 2), "ece": (100, 2), "steps/s": (1, 0), "memory": (1, 0)}  # factor and decimals in tables
+AXES = {"error": ("error (%)", 100), "nll": ("loss (nats)", 1), "train_loss": ("loss (nats)", 1)}  # label and factor
+AXES |= {"train_error": AXES["error"]}
 SCORES = {
     "error": "error %",
     "nll": "NLL",
@@ -82,9 +84,14 @@ def table(results: dict[str, Results], scores: dict[str, str]) -> dict[str, Any]
     return {"columns": ["optimizer", "lr", *scores.values()], "rows": rows}
 
 
-def curves(results: dict[str, Results], names: dict[str, str]) -> dict[str, dict[str, list[list[float]]]]:
-    """Panels of learning curves: title -> method -> for each seed the values of a column of its history."""
-    return {
-        title: {one.title: [[row[name] for row in run.rows] for run in one.runs] for one in results.values()}
+def curves(
+    results: dict[str, Results], names: dict[str, str]
+) -> tuple[dict[str, dict[str, list[list[float]]]], str, list[str]]:
+    """Learning curves for `figures.curves`: panels of columns of the history (title -> column), and their labels."""
+    panels = {
+        title: {
+            one.title: [[AXES[name][1] * row[name] for row in run.rows] for run in one.runs] for one in results.values()
+        }
         for title, name in names.items()
     }
+    return panels, "epoch", [AXES[name][0] for name in names.values()]

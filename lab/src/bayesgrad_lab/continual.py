@@ -362,7 +362,7 @@ def continual(context: Context) -> Report:
         "Holds" if drawn else "Holds for the exact Fisher only, not for drawn labels," if exact else "Does not hold"
     )
     report.verdict = f"{outcome} on {title}. {' '.join(words)}"
-    report.draw(context.folder / "accuracy.png", figures.curves, paths, "tasks learned")
+    report.draw(context.folder / "accuracy.png", figures.curves, paths, "tasks learned", "mean accuracy (%)")
     return report
 
 

@@ -9,7 +9,40 @@ from typing import Any
 
 import numpy as np
 
-from bayesgrad.plots import PALETTE, new_figure, save_figure
+from bayesgrad.plots import PALETTE, SMALL, add_legend, new_figure, save_figure
+
+HUES = [PALETTE[i] for i in (0, 1, 2, 3, 4, 5, 7)]  # without light grey, and what is too near to another
+MARKS = "os^DvPX<>*"
+
+
+def _styles(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How the line of each name is drawn, in all panels: names differ in their marks too, not in colours alone."""
+    names = dict.fromkeys(name for named in panels.values() for name in named)
+    return {
+        name: {
+            "color": HUES[i % len(HUES)],
+            "ls": ("-", "--", ":")[i // len(HUES) % 3],
+            "marker": MARKS[i % len(MARKS)],
+            "ms": 4.5,
+            "mec": "white",
+            "mew": 0.5,
+            "lw": 1.6,
+            "label": name,
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def _each(labels: str | Sequence[str], count: int) -> Sequence[str]:
+    """A label for each panel, where one may be for all."""
+    return [labels] * count if isinstance(labels, str) else labels
+
+
+def _dot(label: str, colour: str) -> Any:
+    """What a legend shows for many faint points."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], ls="none", marker=".", color=colour, label=label)
 
 
 def _few_decades(axis: Any) -> None:
@@ -29,28 +62,33 @@ def _fit_scale(axis: Any, values: np.ndarray) -> None:
         _few_decades(axis.yaxis)
 
 
-def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], xlabel: str = "epoch") -> None:
+def curves(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]],
+    xlabel: str,
+    ylabel: str | Sequence[str],
+) -> None:
     """One panel for each title, in it a line for each name: the mean over runs, and a band of one standard error.
 
     Args:
         panels: title -> name -> runs -> values, one for each epoch. A name has one colour in all of them.
+        ylabel: with its unit; of all panels, or of each.
     """
     figure, axes = new_figure(len(panels))
-    colours = dict(zip(dict.fromkeys(name for lines in panels.values() for name in lines), PALETTE * 3))
-    for axis, (title, lines) in zip(axes, panels.items()):
+    styles = _styles(panels)
+    for axis, (title, lines), label in zip(axes, panels.items(), _each(ylabel, len(panels))):
         for name, runs in lines.items():
-            colour, values = colours[name], np.array(runs, dtype=float)
+            values = np.array(runs, dtype=float)
             mean = values.mean(0)
             x = np.arange(1, len(mean) + 1)
-            axis.plot(x, mean, color=colour, label=name, lw=1.6, marker="o" if len(mean) < 3 else None)
+            axis.plot(x, mean, **styles[name], markevery=max(1, len(mean) // 10))
             if len(values) > 1:
                 error = values.std(0, ddof=1) / np.sqrt(len(values))
-                axis.fill_between(x, mean - error, mean + error, color=colour, alpha=0.18, lw=0)
-        axis.set(title=title, xlabel=xlabel)
+                axis.fill_between(x, mean - error, mean + error, color=styles[name]["color"], alpha=0.15, lw=0)
+        axis.set(title=title, xlabel=xlabel, ylabel=label)
         _fit_scale(axis, np.concatenate([np.ravel(runs) for runs in lines.values()]))
         axis.xaxis.get_major_locator().set_params(integer=True)
-    handles = list({line.get_label(): line for axis in axes for line in axis.get_lines()}.values())
-    axes[-1].legend(handles=handles, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    add_legend(figure, axes)
     save_figure(figure, path)
 
 
@@ -58,27 +96,39 @@ def lines(
     path: Path,
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]]],
     xlabel: str,
+    ylabel: str | Sequence[str],
     marks: Mapping[str, float] | None = None,
 ) -> None:
     """One panel for each title, in it a line for each name: the mean over runs at each x, with its standard error.
 
     Args:
-        panels: title -> name -> the x, on a logarithmic axis, and for each the values of its runs; those that are not
-            finite are left out.
+        panels: title -> name -> the x, on a logarithmic axis, and for each the values of its runs. Where one of them
+            is not finite, a cross stands above the axes.
+        ylabel: with its unit; of all panels, or of each.
         marks: title -> an x that is marked by a dotted line.
     """
+    from matplotlib.lines import Line2D
+    from matplotlib.transforms import ScaledTranslation
+
     figure, axes = new_figure(len(panels))
-    for axis, (title, named) in zip(axes, panels.items()):
-        shown = []
-        for colour, (name, (x, runs)) in zip(PALETTE * 3, named.items()):
+    cross: Any = {"ms": 6, "mew": 1.8}
+    styles, any_lost = _styles(panels), False
+    for axis, (title, named), label in zip(axes, panels.items(), _each(ylabel, len(panels))):
+        shown, lost, apart = [], 0, min(9, 45 / len(named))  # points between the crosses of two names
+        for name, (x, runs) in named.items():
             pairs = [(a, np.array(some, dtype=float)) for a, some in zip(x, runs) if np.isfinite(some).all()]
             mean = np.array([some.mean() for _, some in pairs])
-            error = [some.std(ddof=1) / np.sqrt(len(some)) if len(some) > 1 else 0.0 for _, some in pairs]
-            axis.errorbar(
-                [a for a, _ in pairs], mean, error, color=colour, label=name, lw=1.6, marker="o", ms=4, capsize=3
-            )
+            error = [some.std(ddof=1) / np.sqrt(len(some)) if len(some) > 1 else np.nan for _, some in pairs]
+            axis.errorbar([a for a, _ in pairs], mean, error, **styles[name], capsize=3, elinewidth=1.2)
             shown += mean.tolist()
-        axis.set(title=title, xlabel=xlabel, xscale="log")
+            if gone := [a for a, some in zip(x, runs) if not np.isfinite(some).all()]:
+                above = ScaledTranslation(0, (5 + apart * lost) / 72, figure.dpi_scale_trans)
+                top: Any = {"transform": axis.get_xaxis_transform() + above, "clip_on": False}
+                axis.plot(gone, [1.0] * len(gone), "x", color=styles[name]["color"], **cross, **top)
+                lost += 1
+        any_lost = any_lost or bool(lost)
+        axis.set_title(title, pad=6 + apart * lost)
+        axis.set(xlabel=xlabel, ylabel=label, xscale="log")
         places = {tuple(x) for x, _ in named.values()}
         if len(places) == 1 and len(ticks := sorted(*places)) < 10:  # those of the axis would overlap, or be too few
             axis.set_xticks(ticks, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in ticks])
@@ -88,7 +138,8 @@ def lines(
         _fit_scale(axis, np.array(shown))
         if marks and title in marks:
             axis.axvline(marks[title], color=PALETTE[7], lw=1, ls=":")
-        axis.legend(fontsize=8, frameon=False)
+    extra = Line2D([], [], ls="none", marker="x", color=PALETTE[7], label="diverged", **cross)
+    add_legend(figure, axes, [extra] if any_lost else [])
     save_figure(figure, path)
 
 
@@ -99,16 +150,16 @@ def profiles(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], re
         panels: title -> name -> ratios to the best, infinite ones included.
     """
     figure, axes = new_figure(len(panels))
-    colours = dict(zip(dict.fromkeys(name for named in panels.values() for name in named), PALETTE * 3))
+    styles = _styles(panels)
     for axis, (title, named) in zip(axes, panels.items()):
-        for i, (name, ratios) in enumerate(named.items()):
+        for name, ratios in named.items():
             inner = sorted(ratio for ratio in ratios if ratio <= reach)
             x, y = [1.0, *inner, reach], np.array([0, *range(1, len(inner) + 1), len(inner)]) / len(ratios)
-            axis.step(x, y, where="post", color=colours[name], label=name, lw=1.6, ls="-" if i < len(PALETTE) else "--")
-        axis.set(title=title, xlabel="time over the shortest", xscale="log", ylim=(-0.02, 1.02))
+            axis.step(x, y, where="post", **styles[name])
+        axis.set(title=title, xlabel="time over the shortest", ylabel="part of the workloads")
+        axis.set(xscale="log", ylim=(-0.02, 1.02))
         _few_decades(axis.xaxis)
-    axes[0].set_ylabel("part of the workloads")
-    axes[-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    add_legend(figure, axes)
     save_figure(figure, path)
 
 
@@ -123,29 +174,29 @@ class Cloud:
 
 
 def clouds(path: Path, panels: Mapping[str, Cloud]) -> None:
-    """Points in red, the expected ellipse of three standard deviations in blue, the points' own in green."""
-    figure, axes = new_figure(len(panels), 4.6, 4.2)
+    """Points in red, the expected ellipse of three standard deviations in blue, the points' own dashed in green."""
+    figure, axes = new_figure(len(panels), 3.6)
     turn = np.linspace(0, 2 * np.pi, 200)
     circle = 3 * np.stack([np.cos(turn), np.sin(turn)])
     for axis, (title, panel) in zip(axes, panels.items()):
-        axis.plot(*panel.points.T, ".", ms=2, alpha=0.3, color=PALETTE[1], label="iterates", rasterized=True)
+        axis.plot(*panel.points.T, ".", ms=2, alpha=0.3, color=PALETTE[1], rasterized=True)
         axis.plot(*panel.centre, "o", color=PALETTE[0], ms=5)
-        for centre, covariance, colour, label in (
-            (panel.centre, panel.expected, PALETTE[0], "Laplace"),
-            (panel.points.mean(0), panel.sampled, PALETTE[2], "of the iterates"),
+        for centre, covariance, colour, dashes, label in (
+            (panel.centre, panel.expected, PALETTE[0], "-", "Laplace, three deviations"),
+            (panel.points.mean(0), panel.sampled, PALETTE[2], "--", "iterates, three deviations"),
         ):
             ellipse = centre[:, None] + np.linalg.cholesky(covariance) @ circle
-            axis.plot(*ellipse, color=colour, lw=1.6, label=label)
-        axis.set(title=title)
-    axes[-1].legend(fontsize=8)
+            axis.plot(*ellipse, color=colour, lw=1.6, ls=dashes, label=label)
+        axis.set(title=title, xlabel="first weight", ylabel="second weight")
+    add_legend(figure, axes, [_dot("iterates", PALETTE[1])], columns=3)
     save_figure(figure, path)
 
 
 def bars(path: Path, values: Mapping[str, float], label: str) -> None:
     """A bar for each name, with its value."""
-    figure, (axis,) = new_figure(1, 1.2 + 1.1 * len(values), 3.4)
+    figure, (axis,) = new_figure(1)
     drawn = axis.bar(list(values), list(values.values()), color=PALETTE[0], width=0.6)
-    axis.bar_label(drawn, fmt="%.2f", fontsize=9)
+    axis.bar_label(drawn, fmt="%.2f", fontsize=SMALL)
     axis.set_ylabel(label)
     axis.grid(visible=False, axis="x")
     save_figure(figure, path)
@@ -159,14 +210,14 @@ def scatter_with_curves(
     labels: tuple[str, str],
 ) -> None:
     """Points behind curves, on two logarithmic axes."""
-    figure, (axis,) = new_figure(1, 6.4, 4.6)
-    axis.plot(x, y, ".", ms=2, alpha=0.25, color=PALETTE[6], label="weights", rasterized=True)
-    for colour, (name, (a, b)) in zip(PALETTE, lines.items()):
-        axis.plot(a, b, color=colour, label=name, lw=1.8)
+    figure, (axis,) = new_figure(1, 4.0)
+    axis.plot(x, y, ".", ms=2, alpha=0.25, color=PALETTE[6], rasterized=True)
+    for colour, dashes, (name, (a, b)) in zip(HUES, ("-", "--", "-.", ":"), lines.items()):
+        axis.plot(a, b, color=colour, ls=dashes, label=name, lw=1.8)
     axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
     reach = np.concatenate([a for a, _ in lines.values()])
     axis.set_xlim(reach.min() / 1.2, reach.max() * 1.2)
-    axis.legend(fontsize=9, frameon=False, markerscale=5)
+    add_legend(figure, [axis], [_dot("weights", PALETTE[6])])
     save_figure(figure, path)
 
 
@@ -174,13 +225,13 @@ def paths_with_bands(
     path: Path, truth: np.ndarray, mean: np.ndarray, deviation: np.ndarray, labels: tuple[str, str]
 ) -> None:
     """A drifting quantity, its estimate, and the estimate's 95 % interval."""
-    figure, (axis,) = new_figure(1, 7.5, 3.6)
+    figure, (axis,) = new_figure(1)
     t = np.arange(len(truth))
     axis.fill_between(t, mean - 1.96 * deviation, mean + 1.96 * deviation, color=PALETTE[0], alpha=0.2, lw=0)
-    axis.plot(t, mean, color=PALETTE[0], lw=1.3, label="filter, with its 95 % interval")
-    axis.plot(t, truth, color=PALETTE[1], lw=1.3, label="optimum of the weight")
+    axis.plot(t, mean, color=PALETTE[0], lw=1.3, label="filter, with\nits 95 % interval")
+    axis.plot(t, truth, color=PALETTE[1], lw=1.3, label="optimum of\nthe weight")
     axis.set(xlabel=labels[0], ylabel=labels[1])
-    axis.legend(fontsize=9, frameon=False)
+    add_legend(figure, [axis])
     save_figure(figure, path)
 
 
@@ -207,7 +258,7 @@ class Landscape:
 
 def landscapes(path: Path, panels: Sequence[Landscape]) -> None:
     """For each panel the loss and its average above, and the iterates on the same ground below."""
-    figure, axes = new_figure(len(panels), 5.6, 3.2, rows=2)
+    figure, axes = new_figure(2 * len(panels), columns=len(panels), share_x=True)
     for above, below, panel in zip(axes, axes[len(panels) :], panels):
         mean, deviation = panel.belief
         density = np.exp(-0.5 * ((panel.x - mean) / deviation) ** 2)
@@ -219,31 +270,48 @@ def landscapes(path: Path, panels: Sequence[Landscape]) -> None:
         ends = np.interp(panel.descent[-1], panel.x, panel.loss)
         above.plot(panel.descent[-1], ends, "o", color=PALETTE[1], label="gradient descent ends")
         above.axvline(mean, color=PALETTE[0], lw=1, ls=":")
-        above.set(title=panel.title, ylim=panel.reach)
-        above.legend(fontsize=8, frameon=False)
-        ways = ((panel.descent, PALETTE[1], "gradient descent"), (panel.bayes, PALETTE[0], "IVON"))
+        above.set(title=panel.title, ylabel="loss", ylim=panel.reach)
+        ways = ((panel.descent, PALETTE[1], "path of gradient descent"), (panel.bayes, PALETTE[0], "path of IVON"))
         for values, colour, name in ways:
             time = np.linspace(0, 1, len(values))
             for i, line in enumerate(values.T):
                 below.plot(line, time, color=colour, lw=1, alpha=0.8, label=name if i == 0 else None)
         below.set(xlabel="weight", ylabel="fraction of the steps", xlim=(panel.x.min(), panel.x.max()))
         below.invert_yaxis()
-        below.legend(fontsize=8, frameon=False)
+    add_legend(figure, axes, columns=3)
     save_figure(figure, path)
 
 
 def dots(path: Path, panels: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
-    """One panel for each title, in it a dot for each name with a bar of one standard error, names on the left."""
+    """A dot for each name with a bar of one standard error, names on the left.
+
+    Args:
+        panels: the label of a panel's horizontal axis, with its unit -> name -> mean and error.
+    """
     names = list(next(iter(panels.values())))
-    figure, axes = new_figure(len(panels), 3.4, 0.9 + 0.34 * len(names))
-    for axis, (title, values) in zip(axes, panels.items()):
-        for i, name in enumerate(names):
+    columns = 2 if len(panels) % 3 else 3
+    figure, axes = new_figure(len(panels), 0.8 + 0.24 * len(names), columns)
+    for i, (axis, (label, values)) in enumerate(zip(axes, panels.items())):
+        for place, name in enumerate(names):
             mean, error = values[name]
             error = error if np.isfinite(error) else 0.0
-            axis.errorbar(mean, -i, xerr=error, fmt="o", color=PALETTE[i % len(PALETTE)], capsize=3, ms=5)
-        axis.set(title=title, yticks=[-i for i in range(len(names))], yticklabels=names if axis is axes[0] else [])
+            axis.errorbar(mean, -place, xerr=error, fmt="o", color=PALETTE[0], capsize=3, ms=5)
+        axis.set(xlabel=label, yticks=[-place for place in range(len(names))])
+        axis.set_yticklabels(names if i % columns == 0 else [])
         axis.xaxis.get_major_locator().set_params(nbins=4)
     save_figure(figure, path)
+
+
+def _label_places(axis: Any, lines: Any) -> list[tuple[float, float]]:
+    """Of each contour the point nearest to the middle of its panel, a little higher or lower in turns."""
+    places, turn = [], axis.transAxes.inverted()
+    for i, way in enumerate(lines.get_paths()):
+        seen = turn.transform(axis.transData.transform(way.vertices)) if len(way.vertices) else way.vertices
+        inner = np.flatnonzero(np.all((seen > 0.1) & (seen < 0.9), axis=1))
+        if len(inner):
+            far = np.linalg.norm(seen[inner] - (0.5, 0.4 + 0.2 * (i % 2)), axis=1)
+            places.append(tuple(way.vertices[inner[far.argmin()]]))
+    return places
 
 
 def regions(
@@ -267,28 +335,37 @@ def regions(
     """
     from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.patches import Patch
+    from matplotlib.patheffects import withStroke
 
-    figure, axes = new_figure(1 + len(ratios), 4.6, 4.2)
+    figure, axes = new_figure(1 + len(ratios), 3.5)
+    drawn: Any = None
+    for axis in axes:  # before contours are labelled, which is done along their lines as they are seen
+        axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
+        axis.grid(visible=False)
     colours = [PALETTE[i] for i in (1, 0, 6)][: len(names)]
     scale: Any = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(names) - 0.5}
     axes[0].pcolormesh(x, y, kinds, **scale, alpha=0.55, rasterized=True)
-    for a, b, value in points:
-        axes[0].plot(a, b, "o", color="black", ms=4)
-        axes[0].annotate(f"{value:.2f}", (a, b), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes[0].plot([max(bar[0], x[0]), bar[2]], [0.1, 0.1], color=PALETTE[2], lw=4, solid_capstyle="butt")
-    axes[0].plot(max(bar[1], x[0]), 0.1, "|", color=PALETTE[2], ms=16, mew=2.5, clip_on=False)
-    patches = [Patch(color=c, alpha=0.55, label=n) for c, n in zip(colours, names)]
-    axes[0].legend(handles=patches, fontsize=8, loc="lower left")
+    for i, (a, b, value) in enumerate(points):
+        near = any(c < a < 5 * c and b == d for c, d, _ in points)  # its number would meet that of the other point
+        axes[0].plot(a, b, "o", color="black", ms=4, label="step that was measured" if i == 0 else None)
+        place: Any = {"xytext": (0, -12 if near else 5), "textcoords": "offset points", "ha": "center"}
+        axes[0].annotate(f"{value:.2f}", (a, b), **place, fontsize=SMALL)
+    low, middle, high = (max(place, x[0]) for place in bar)
+    axes[0].plot([low, high], [0.1, 0.1], color=PALETTE[2], lw=4, solid_capstyle="butt", label="weights of a network")
+    axes[0].plot(middle, 0.1, "|", color=PALETTE[2], ms=16, mew=2.5, clip_on=False)
     axes[0].set(title="what the filter is")
+    halo = [withStroke(linewidth=2.5, foreground="white")]
     for axis, (title, (values, levels)) in zip(axes[1:], ratios.items()):
         drawn = axis.pcolormesh(x, y, values, cmap="RdBu_r", norm=LogNorm(0.1, 10), rasterized=True)
         lines = axis.contour(x, y, values, levels=sorted(levels), colors="black", linewidths=0.8)
-        axis.clabel(lines, fontsize=8, fmt="%g")
+        places = _label_places(axis, lines)
+        for text in axis.clabel(lines, fontsize=SMALL, fmt="%g", inline_spacing=2, manual=places):
+            text.set_path_effects(halo)
         axis.set(title=title)
-        figure.colorbar(drawn, ax=axis)
-    for axis in axes:
-        axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
-        axis.grid(visible=False)
+    side = figure.colorbar(drawn, ax=axes, extend="both", label="ratio", shrink=0.6, aspect=30)
+    side.ax.set_yticks(ticks := (0.1, 0.2, 0.5, 1, 2, 5, 10), [f"{tick:g}" for tick in ticks])
+    side.ax.minorticks_off()
+    add_legend(figure, axes, [Patch(color=c, alpha=0.55, label=n) for c, n in zip(colours, names)], columns=5)
     save_figure(figure, path)
 
 
@@ -309,17 +386,22 @@ class Hills:
     minima: np.ndarray
 
 
-def hills(path: Path, panels: Mapping[str, Hills]) -> None:
+def hills(path: Path, panels: Mapping[str, Hills], labels: tuple[str, str]) -> None:
     """One panel for each loss, seen from above."""
-    figure, axes = new_figure(len(panels), 5.0, 4.6)
+    from matplotlib.lines import Line2D
+
+    figure, axes = new_figure(len(panels), 3.6)
     for axis, (title, panel) in zip(axes, panels.items()):
         axis.contourf(panel.side, panel.side, panel.height, levels=24, cmap="Greys_r", alpha=0.75)
         for k in range(panel.paths.shape[1]):
-            colour, way = PALETTE[k % 6], panel.paths[:, k]
-            axis.plot(way[:, 0], way[:, 1], color=colour, lw=1.4)
+            colour, way = HUES[k % 6], panel.paths[:, k]
+            axis.plot(way[:, 0], way[:, 1], color=colour, lw=1.6)
             axis.plot(*way[0], ".", color=colour, ms=6)
             axis.plot(*way[-1], "o", color=colour, ms=8, mfc="none", mew=1.8)
-        axis.plot(panel.minima[:, 0], panel.minima[:, 1], "x", color="black", ms=7, mew=1.5)
+        axis.plot(panel.minima[:, 0], panel.minima[:, 1], "x", color="black", ms=7, mew=1.5, label="minimum")
         axis.set(title=title, xlim=(panel.side[0], panel.side[-1]), ylim=(panel.side[0], panel.side[-1]))
+        axis.set(xlabel=labels[0], ylabel=labels[1])
         axis.grid(visible=False)
+    end = Line2D([], [], ls="none", marker="o", mfc="none", color=PALETTE[7], label="end")
+    add_legend(figure, axes, [_dot("start", PALETTE[7]), end])
     save_figure(figure, path)

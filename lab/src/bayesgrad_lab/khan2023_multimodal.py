@@ -171,5 +171,5 @@ def multimodal(context: Context) -> Report:
         ["loss", "starts", "method", "temperature", "minima found", "runs that found all"],
         rows,
     )
-    report.draw(context.folder / "multimodal.png", figures.hills, panels)
+    report.draw(context.folder / "multimodal.png", figures.hills, panels, ("first variable", "second variable"))
     return report

@@ -225,7 +225,8 @@ def score_table(results: Sequence[Results], names: Sequence[str] = tuple(COLUMNS
 
 def score_panels(results: Sequence[Results], names: Sequence[str]) -> dict[str, dict[str, Value]]:
     """Panels of `figures.dots`."""
-    return {COLUMNS[name][0]: {one.title: point(one, name) for one in results} for name in names}
+    labels = {name: "NLL (nats)" if name == "nll" else COLUMNS[name][0] for name in names}
+    return {labels[name]: {one.title: point(one, name) for one in results} for name in names}
 
 
 def difference(one: Results, rival: Results, names: Sequence[str]) -> tuple[dict[str, Value], str]:

@@ -170,8 +170,9 @@ def topics(context: Context) -> Report:
     report.draw(
         context.folder / "svi.png",
         figures.lines,
-        {"held-out bound for each word, nats": curves},
+        {"held-out documents": curves},
         "CPU seconds of training",
+        "bound for each word (nats)",
     )
     report.add_protocol(corpus=corpus, task=task, pairs=len(PRIORS), **FIXED)
     return report

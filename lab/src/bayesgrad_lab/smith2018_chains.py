@@ -236,7 +236,7 @@ def add_sweeps(
 ) -> None:
     """Adds a table of each sweep and a figure."""
     panels: dict[str, dict] = {}
-    marks = {}
+    marks, axes = {}, []
     for name, some in found.items():
         rows = []
         for i, (heat, run) in enumerate(zip(some.temperatures, some.runs)):
@@ -246,19 +246,25 @@ def add_sweeps(
         columns = ["T", *batched, "ensemble: NLL", "ensemble: error %", "single: NLL", "single: error %"]
         report.add_table(name, columns, rows)
         x = some.temperatures if by == "temperature" else some.batches
-        for score, title in (("nll", "cross-entropy"), ("error", "error")):
+        for score, title, label, factor in (("nll", "cross-entropy", "nats", 1), ("error", "error", "%", 100)):
             if singles:
                 names = {"ensemble": score, "single sample": f"single {score}"}
-                panels[f"{name}, {title}"] = {label: (x, some.values(key)) for label, key in names.items()}
+                panels[f"{name}, {title}"] = {
+                    which: (x, [[factor * value for value in runs] for runs in some.values(key)])
+                    for which, key in names.items()
+                }
+                axes.append(f"{title} ({label})")
                 marks[f"{name}, {title}"] = 1.0 if by == "temperature" else some.batches[some.one()]
             elif score == "nll":
-                panels.setdefault("cross-entropy of the ensemble", {})[name] = (x, some.values(score))
-                marks["cross-entropy of the ensemble"] = 1.0
+                panels.setdefault("ensemble", {})[name] = (x, some.values(score))
+                marks["ensemble"] = 1.0
+                axes = ["cross-entropy (nats)"]
     report.draw(
         context.folder / file,
         figures.lines,
         panels,
         "temperature" if by == "temperature" else "batch size",
+        axes,
         caption="Test data, mean and standard error over seeds; the dotted line is T = 1.",
         marks=marks,
     )

@@ -332,9 +332,8 @@ def jeffreys(context: Context) -> Report:
         f"(jeffreys) and {off[2, flat][0]:.3f} (flat) in any moment, by Girolami and Calderhead's form by "
         f"{off[2, girolami][0]:.3f}; in one dimension that form misses by {off[1, girolami][0]:.3f}."
     )
-    report.draw(
-        context.folder / "jeffreys.png", figures.lines, {"difference between two parameterisations": gaps}, "lr"
-    )
+    panels = {"two parameterisations": gaps}
+    report.draw(context.folder / "jeffreys.png", figures.lines, panels, "lr", "difference (posterior deviations)")
     sizes = dict(chains=chains, lr=lr, steps=steps, labels=curve.count, copies=copies, time=time)
     report.add_protocol(**sizes)
     return report

@@ -93,7 +93,8 @@ def sample(task: Regression, seeds: int, *, batch: int | None = None, heat: floa
         p = (x @ w.view(seeds, -1, 1)).sigmoid()
         return (x * (p * (1 - p))).mT @ x / task.examples
 
-    settings = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
+    settings: dict[str, Any] = dict(num_data=task.examples, prior_precision=0.0, likelihood="bernoulli")
+    settings |= dict(metric=fisher, damping=task.damping)
     sampler = chains.sampler_of(model, task.lr, batch, heat, **settings)
     ensemble = Ensemble(model, burn_in=task.burn_in, thin=task.thin, sampler=sampler, keep=keep)
     running = Predictive(model, tests, likelihood="bernoulli")

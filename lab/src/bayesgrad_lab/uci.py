@@ -367,7 +367,9 @@ def regression(context: Context) -> Report:
         panels = {}
         for name in list(found)[first : first + 3]:
             values = {way: found[name][way].mean("nll") for way in ways}
-            panels[name] = {TITLES[way]: (-mean, error) for way, (mean, error) in values.items()}
+            panels[f"{name}: log-likelihood (nats)"] = {
+                TITLES[way]: (-mean, error) for way, (mean, error) in values.items()
+            }
         report.draw(
             context.folder / f"likelihood-{first // 3 + 1}.png",
             figures.dots,
