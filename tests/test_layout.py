@@ -40,7 +40,7 @@ LAYERS = [
     ["data_shards"],
     ["custom_likelihoods"],
     ["likelihoods"],
-    ["predictions"],
+    ["lognormal", "predictions"],
     ["packing"],
     ["shards"],
     ["joining", "lost_processes", "process_limits"],

@@ -108,6 +108,11 @@ def calibrate_sets(
         raise ValueError(
             f"labels must be whole numbers of shape ({len(p)},), got {labels.dtype} {tuple(labels.shape)}."
         )
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < p.shape[1]:
+        raise ValueError(
+            f"labels must be in 0..{p.shape[1] - 1}, got {int(labels.min())} to {int(labels.max())}: leave out "
+            "examples without a label."
+        )
     own = _scores(p, score, seed, 0).gather(1, labels.to(p.device).long()[:, None])[:, 0]
     return ConformalSets(_quantile(own, level), level, score, seed)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.likelihoods import Likelihood, one_by_one
+from bayesgrad.lognormal import log_normal_lognormal
 from bayesgrad.noise import generator_of
 from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
@@ -212,9 +213,5 @@ class HeteroscedasticGaussian(CustomLikelihood):
         """By quadrature over each log variance."""
         (centre, s), (spread, v) = self._parts(mean), self._parts(variance)
         self._check(centre, labels)
-        nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
-        total = spread[..., None] + (s[..., None] + v[..., None].sqrt() * nodes).exp()
-        square = (labels.to(mean) - centre).square()[..., None] / total
-        log_weights = (-nodes.square() / 2).log_softmax(0)
-        each = (log_weights - (square + (2 * math.pi * total).log()) / 2).logsumexp(-1)
+        each = log_normal_lognormal(labels.to(mean) - centre, spread, s, v)
         return each.reshape(len(mean), -1).sum(1)

@@ -131,6 +131,7 @@ def test_scores_are_the_parts_of_the_uncertainty() -> None:
     regression = laplace("full", "gaussian")
     variance = regression.predict(x, likelihood="gaussian").variance
     torch.testing.assert_close(regression.ood_score(x), variance.mean(1))
+    assert posterior.ood_score(x[:0]).shape == regression.ood_score(x[:0]).shape == (0,)
     with pytest.raises(ValueError, match="score='entropy' is for classes, and the likelihood is 'gaussian'"):
         regression.ood_score(x, "entropy")
     with pytest.raises(ValueError, match="got 'energy'"):

@@ -98,6 +98,7 @@ def test_labels_are_inside_as_often_as_said_whatever_the_model(run: object) -> N
         ),
         (lambda: conformal.calibrate_sets(torch.randn(9, 3), torch.zeros(9).long()), "rows that sum to 1"),
         (lambda: conformal.calibrate_sets(torch.full((9, 2), 0.5), torch.zeros(9)), "whole numbers"),
+        (lambda: conformal.calibrate_sets(torch.full((9, 2), 0.5), torch.full((9,), -1)), r"in 0..1, got -1 to -1"),
         (lambda: conformal.calibrate_sets(torch.full((9, 2), 0.5), torch.zeros(9).long(), score="aps"), "got 'aps'"),
     ],
 )

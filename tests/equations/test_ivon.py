@@ -377,3 +377,20 @@ def test_a_prior_from_an_earlier_task_pulls_and_holds() -> None:
         IVON(model.parameters(), num_data=50, prior=posterior)
     twin = IVON(model.named_parameters(), num_data=50, prior=posterior)
     twin.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("curvature", ["reparameterised", "gradsq"])
+@pytest.mark.parametrize(("value", "rounds"), [(8.0, True), (0.5, False)])
+def test_weights_that_cannot_hold_the_noise_are_named_once(value: float, rounds: bool, curvature: str) -> None:
+    """sigma = 0.01; bfloat16 numbers are 0.06 apart at 8, and 0.004 at 0.5. Squares do not divide by the noise."""
+    weight = nn.Parameter(torch.full((30,), value, dtype=torch.bfloat16))
+    optimizer = IVON([weight], num_data=10_000, hess_init=1.0, curvature=curvature, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with optimizer.sampled():
+                optimizer.zero_grad()
+                (weight.float() - value).square().sum().backward()
+            optimizer.step()
+    found = [str(w.message) for w in caught if "spacing of torch.bfloat16 numbers" in str(w.message)]
+    assert len(found) == (rounds and curvature == "reparameterised")

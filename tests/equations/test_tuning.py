@@ -40,6 +40,13 @@ def test_a_temperature_multiplies_the_covariance(structure: str, tmp_path: Any) 
     close(dense(again.set_prior(2 * PRIOR)), 4 * (dense(plain) + PRIOR * eye(38)), rtol=1e-9, atol=1e-9)
 
 
+def test_one_prior_for_a_block_is_asked_for_in_words() -> None:
+    """Without numbers that a temperature has divided."""
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    with pytest.raises(ValueError, match=r"\['0.weight', '0.bias'\] are one block .*different ones: .*bias='separate'"):
+        fitted(mlp(), "kron", prior_precision=dict(zip(names, (1.0, 2.0, 3.0, 4.0))), temperature=0.5)
+
+
 def linear(noise: float = 0.5) -> tuple[LaplacePosterior, list[Tensor]]:
     """Ridge regression on few data, and many held-out ones."""
     generator = torch.Generator().manual_seed(3)

@@ -14,7 +14,8 @@ from torch.nn.functional import logsigmoid
 from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Delta, Expectation, GaussHermite, Moments, derivatives
-from bayesgrad.models.quadrature import Expected, expected_derivatives, expected_log_sigmoid, log_poisson_lognormal
+from bayesgrad.lognormal import log_poisson_lognormal
+from bayesgrad.models.quadrature import Expected, expected_derivatives, expected_log_sigmoid
 from bayesgrad.models.tunable import Number, Tunable, like
 
 QUADRATURE = GaussHermite(32, "reparameterised")

@@ -94,39 +94,6 @@ def expected_derivatives(
     return Expected(Moments(*found[:3]), found[3] / deviation.clamp_min(torch.finfo(deviation.dtype).tiny ** 0.5))
 
 
-def log_poisson_lognormal(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    r"""log E[exp(y f - e^f)] for f ~ N(m, v), elementwise: log y! plus the log-probability of a count of rate e^f.
-
-    The trapezoidal rule around the mode f* of the integrand, with a = e^f* and the slope r that rounding leaves there:
-
-    .. math::
-        y f - e^f - \frac{(f - m)^2}{2 v} = y f_* - a - \frac{(f_* - m)^2}{2 v}
-            + r t - \frac{t^2}{2 v} - a (e^t - 1 - t), \quad t = f - f_*
-
-    Its points are as dense as the integrand needs, which may be far narrower than N(m, v).
-    """
-    # A smaller variance has no effect on f in this precision.
-    v = variance.maximum((100 * torch.finfo(mean.dtype).eps * (1 + mean.abs())).square())
-    # With e^u = v e^f*, the mode is where u + e^u = log v + m + v y: Newton's method descends to it from above.
-    level = v.log() + mean + v * y
-    u = torch.where(level > 1, level.clamp(min=1).log(), level)
-    for _ in range(8):
-        u = u - (u + u.exp() - level) / (1 + u.exp())
-    f = u - v.log()
-    a, offset = f.exp(), f - mean
-    slope, width = y - a - offset / v, (1 / v + a).rsqrt()
-    # Outside of this range the integrand is below e^-40 of its height: e^t - 1 - t is at least t^2/2 and, from log 4,
-    # e^t/4 above zero, and at least min(t^2, |t|)/3 below.
-    low = -(80 * v).sqrt().minimum((120 / a).maximum((120 / a).sqrt()))
-    high = (9 * width).minimum((160 / a + 4).log())
-    count = math.ceil(float(((high - low) / (width / 2).clamp(max=0.2)).nan_to_num().max())) + 1 if mean.numel() else 1
-    gap, total = (high - low) / count, torch.zeros_like(mean)
-    for steps in torch.arange(count + 1).to(mean).split(max(1, POINTS // max(1, mean.numel()))):
-        t = low + gap * steps.view(-1, *[1] * mean.dim())
-        total += (t * (slope - t / v / 2) - a * (t.clamp(max=700).expm1() - t)).exp().sum(0)
-    return y * f - a - offset * offset / v / 2 + total.log() + gap.log() - (v.log() + LOG_2PI) / 2
-
-
 def expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Expected:
     r"""The expectations of log 1/(1 + e^-f) and of its first three derivatives, with errors below 1e-9.
 

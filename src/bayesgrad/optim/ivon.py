@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from bayesgrad import shards
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import BOOLEAN, Constraint, one_of
-from bayesgrad.optim.variational import VariationalOptimizer
+from bayesgrad.optim.variational import CHECK_AT_STEP, VariationalOptimizer
+from bayesgrad.packing import VARIANCE
 from bayesgrad.parts import Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.rules import Forget, NaturalStep, Reparameterised, SquaredGradient, UpdateRule
 
 MAX_STEP = 0.3  # in units of lr, of each weight
+ROUNDED = 0.1  # the share of weights whose samples may be lost in rounding
 OPTIONAL_POSITIVE = Constraint("None or a positive number", lambda x: x is None or x > 0)
 
 
@@ -80,7 +86,7 @@ class IVON(VariationalOptimizer):
     (Newton steps), clip_radius = 0.1, betas = (0.9, 0.995), num_data = 3 N, and hess_init 0.3 times the second
     derivative of the loss by the output, 0.3/noise for squared errors divided by twice their variance `noise`; measured
     in docs/results/ivon-settings.md. For fine-tuning, hess_init = 1e-3 and lr = 0.03. A warning is given if h has not
-    changed after a thousand steps. See docs/choosing.md.
+    changed after a thousand steps, and if half-precision weights round the noise away. See docs/choosing.md.
 
     Reference: Khan and Rue 2023, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
     Differs from the paper: steps are bounded by default, and the default beta_2 is 0.9995 instead of 0.99999. With
@@ -144,3 +150,22 @@ class IVON(VariationalOptimizer):
         if not group["rescale_lr"]:
             return 1.0
         return group["hess_init"] + group["kl_weight"] * group["prior_precision"] / group["num_data"]
+
+    def finished(self) -> None:
+        """Warns once, at the first step or later, if half-precision weights cannot hold the noise of the samples."""
+        super().finished()
+        for group in self.param_groups if self.param_groups[0]["curvature"] == "reparameterised" else ():
+            for p in (p for p in group["params"] if p.dtype.itemsize < 4 and p.numel() and p.dtype not in self.warned):
+                if (entry := self.state.get(p)) and int(entry["step"]) in (1, CHECK_AT_STEP):
+                    spacing = torch.finfo(p.dtype).eps * p.detach().to(entry[VARIANCE].dtype).abs()
+                    lost = self.variance_of(group, p).sqrt() < spacing / 2
+                    share = float(shards.whole(lost.to(entry[VARIANCE].dtype).mean()))
+                    if share > ROUNDED:
+                        self.warned.add(p.dtype)
+                        warnings.warn(
+                            f"the standard deviation of {share:.0%} of the weights of {self.name_of(p)} is below the "
+                            f"spacing of {p.dtype} numbers: samples are rounded to the mean, and h is estimated from "
+                            "rounding. Keep float32 weights, with torch.autocast in the forward pass.",
+                            UserWarning,
+                            stacklevel=4,
+                        )

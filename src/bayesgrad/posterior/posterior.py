@@ -109,7 +109,8 @@ class Posterior(WeightDistribution):
             x: a batch of inputs; a tuple if the model takes several arguments, a mapping for keyword arguments (its key
                 `"labels"` is left out). Or a loader of batches, whose labels are not used: inputs, pairs (inputs,
                 labels), or mappings. All batches are predicted with the same samples of the weights.
-            samples: the number of samples that `method="mc"` and `link="mc"` average over.
+            samples: the number n of samples that `method="mc"` and `link="mc"` average over. Variances of `"mc"` are
+                those among the samples: on average (n - 1)/n of the posterior's.
             method: `"mc"` averages over samples of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone. None is `"linear"` for Laplace posteriors (`"mc"` with a
                 warning, if the model cannot be linearised), and `"mc"` for all others.

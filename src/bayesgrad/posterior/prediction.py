@@ -81,4 +81,4 @@ def score_of(found: Decomposed, reading: Likelihood, score: str) -> Tensor:
     else:
         p = found.prediction
         value = 1 - (p.amax(-1) if reading.has_classes else torch.maximum(p, 1 - p))
-    return value.reshape(len(value), -1).mean(1)
+    return value.flatten(1).mean(1) if value.dim() > 1 else value

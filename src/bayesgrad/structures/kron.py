@@ -121,7 +121,10 @@ class KroneckerStructure(Structure):
         """The prior precision of all parameters, which must have the same one."""
         values = [prior[name] for name in self.shapes]
         if any(value is not values[0] and value != values[0] for value in values):
-            raise ValueError(f"{list(self.shapes)} are one block and need the same prior precision, got {values}.")
+            raise ValueError(
+                f"{list(self.shapes)} are one block and need the same prior precision, got different ones: pass one "
+                "number for both, or bias='separate' to laplace()."
+            )
         return values[0]
 
     def stored(self) -> dict[str, Tensor]:
