@@ -10,6 +10,9 @@ from torch.distributions import Distribution, Independent, MultivariateNormal, N
 
 from bayesgrad.families.digamma import LOG_2PI, relative_excess
 from bayesgrad.families.family import Family, Parameters
+from bayesgrad.noise import randn
+
+_MINUS_HALF = torch.tensor(-0.5)
 
 
 class Gaussian(Family):
@@ -138,7 +141,7 @@ class DiagonalGaussian(Family):
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Mean and variance, (..., P) each."""
-        variance = -0.5 / natural[1]
+        variance = torch.div(_MINUS_HALF, natural[1])  # a number instead of the tensor would take two passes
         return variance * natural[0], variance
 
     def log_partition(self, natural: Parameters) -> Tensor:
@@ -151,7 +154,7 @@ class DiagonalGaussian(Family):
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """Σ (1 + log 2π - log s_i)/2; see `Gaussian.entropy`."""
-        return natural[1].shape[-1] / 2 * (1 + LOG_2PI) - (-2 * natural[1]).log().sum(-1) / 2
+        return natural[1].shape[-1] / 2 * (1 + LOG_2PI) - (-2 * natural[1]).log_().sum(-1) / 2
 
     def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
         """See `Gaussian.divergence`."""
@@ -169,7 +172,8 @@ class DiagonalGaussian(Family):
     ) -> Tensor:
         """See `Gaussian.expected_from_peak`."""
         offset = moments[0] - peak[0]
-        return peak[1] + (natural[1] * torch.addcmul(moments[1], offset, offset)).sum(-1)
+        square = torch.addcmul(moments[1], offset, offset)
+        return peak[1] + torch.linalg.vecdot(*torch.broadcast_tensors(natural[1], square))
 
     def natural(self, mean: Parameters) -> Parameters:
         """
@@ -198,7 +202,7 @@ class DiagonalGaussian(Family):
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean, variance = self.moments(natural)
-        return mean + variance.sqrt() * _normal((count, *mean.shape), mean, generator)
+        return mean + variance.sqrt() * randn((count, *mean.shape), mean, generator)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
         """s <- s (1 + x + x^2/2) with x = rho D/s, at least s/2; see `Gaussian.retract`."""
@@ -330,7 +334,7 @@ class FixedGaussian(Family):
         mean = self._solve(natural[0])
         precision = torch.as_tensor(self.precision, dtype=mean.dtype, device=mean.device)
         if precision.dim() < 2:
-            return mean + _normal((count, *mean.shape), mean, generator) / precision.sqrt()
+            return mean + randn((count, *mean.shape), mean, generator) / precision.sqrt()
         return _gaussian(mean, precision, count, generator)
 
 
@@ -381,12 +385,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
     return factor
 
 
-def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal noise, drawn on the CPU so that a seed gives the same numbers on every device."""
-    return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
-
-
 def _gaussian(mean: Tensor, precision: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """Samples of N(mean, S^-1). S = L L': L'^-1 z has covariance S^-1."""
-    noise = _normal((count, *mean.shape), mean, generator)
+    noise = randn((count, *mean.shape), mean, generator)
     return mean + torch.linalg.solve_triangular(_cholesky(precision).mT, noise[..., None], upper=True)[..., 0]

@@ -23,8 +23,9 @@ from bayesgrad.families.digamma import (
     stirling_remainder,
 )
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import _cholesky, _definite, _normal, log_det_divergence
+from bayesgrad.families.gaussian import _cholesky, _definite, log_det_divergence
 from bayesgrad.families.positive import log_gamma_samples
+from bayesgrad.noise import randn
 
 LOG_2 = math.log(2)
 
@@ -156,8 +157,7 @@ class Wishart(Family):
         return 2 * natural[0][..., None, None] * self.standard_parameters(natural)[1]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        degrees, scale = self.standard_parameters(natural)
-        return TorchWishart(*_same_plates(degrees, scale))
+        return TorchWishart(*_same_plates(*self.standard_parameters(natural)))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         root = self._root(natural, count, generator)
@@ -168,7 +168,7 @@ class Wishart(Family):
         and standard normal numbers below the diagonal."""
         half, scale = _same_plates(natural[0] + 1, self.standard_parameters(natural)[1])
         chi = (log_gamma_samples(_halves(half, scale.shape[-1]).flip(-1), count, generator) + LOG_2) / 2
-        below = _normal((count, *scale.shape), scale, generator).tril(-1)
+        below = randn((count, *scale.shape), scale, generator).tril(-1)
         diagonal = chi.exp().clamp(min=torch.finfo(chi.dtype).tiny ** 0.5)
         return _cholesky(scale) @ (below + torch.diag_embed(diagonal))
 
@@ -298,7 +298,7 @@ class NormalWishart(Family):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
         root = Wishart()._root(wishart, count, generator)
-        noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
+        noise = randn(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
         return self.pack(mean, root @ root.mT)
 
@@ -386,7 +386,7 @@ class TiedNormalWishart(NormalWishart):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
         root = Wishart()._root(wishart, count, generator)
-        noise = _normal((count, *location.shape), root, generator) / confidence.sqrt()[..., None]
+        noise = randn((count, *location.shape), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise.mT, upper=True).mT
         return self.pack(mean, root @ root.mT)
 
