@@ -62,11 +62,15 @@ class Covariance(ABC):
     def features(self, columns: Tensor, blur: float, out: Tensor | None = None) -> Tensor:
         """(D, n), written to `out` if it is given: allocating memory takes longer than the sums."""
         size, count = columns.shape
-        out = columns.new_empty(self.width(size), count) if out is None else out[:, :count]
+        out = self.buffer(columns) if out is None else out[:, :count]
         out[0] = 1
         out[1 : size + 1] = columns
         self.fill(out[size + 1 :], out[1 : size + 1], blur)
         return out
+
+    def buffer(self, columns: Tensor) -> Tensor:
+        """Memory for the features of columns, in the layout in which x and its squares are written fastest."""
+        return columns.new_empty(columns.shape[1], self.width(len(columns))).mT
 
     @abstractmethod
     def coefficients(self, mean: Parameters) -> Tensor:
@@ -166,6 +170,9 @@ class Full(Covariance):
 
     def width(self, size: int) -> int:
         return 1 + size + size * (size + 1) // 2
+
+    def buffer(self, columns: Tensor) -> Tensor:
+        return columns.new_empty(self.width(len(columns)), columns.shape[1])  # a product of two columns is a row
 
     def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
         size, place = len(columns), 0
@@ -406,7 +413,7 @@ class MixtureFactor(LatentVariableFactor):
         return total, _packed(first, second, self.blur)
 
     def _features(self) -> Iterator[Tensor]:
-        buffer = self.columns[0].new_empty(self.covariance.width(self.size), self.columns[0].shape[1])
+        buffer = self.covariance.buffer(self.columns[0])
         return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
 
 
