@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from bayesgrad.families import Gaussian
 from bayesgrad.families.definite import cholesky, cholesky_ex, inverted, is_definite, log_abs_det
 
-VALUES = torch.tensor([1e-300, 1e-8, 0.3, 7.0, 1e300]).double()[:, None, None]
+VALUES = torch.tensor([1e-300, 1e-8, 0.3, 7.0, 1e300], dtype=torch.float64)[:, None, None]
 
 
 def test_matrices_of_one_number() -> None:
