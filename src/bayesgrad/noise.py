@@ -9,6 +9,7 @@ of a step.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -47,6 +48,32 @@ def generator_of(seed: int, draw: int) -> torch.Generator:
     """A torch CPU generator that is a function of (seed, draw), for torch's own random functions."""
     # Consecutive seeds of the Mersenne twister are independent streams; the odd factor separates user seeds.
     return torch.Generator("cpu").manual_seed((seed32(seed) * 0x9E3779B97F4A7C15 + draw) % 2**63)
+
+
+def randn(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """`torch.randn` on the CPU, so that a seed gives the same numbers on every device, then moved to that of `like`.
+
+    Large float64 tensors have torch's numbers up to rounding, and its generator's state: both are the Box-Muller
+    transform of the same uniform numbers. torch computes it one number at a time there, which takes longer.
+    """
+    size = math.prod(shape)
+    if like.dtype != torch.float64 or size < 1 << 13:
+        return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
+    numbers = torch.rand(size, dtype=torch.float64, generator=generator)
+    rest = size % 16
+    _box_muller_(numbers[: size - rest])
+    if rest:  # the last 16 are drawn again
+        _box_muller_(numbers[-16:].uniform_(generator=generator))
+    return numbers.view(shape).to(like.device)
+
+
+def _box_muller_(uniform: Tensor) -> None:
+    """sqrt(-2 log(1 - u)) (cos 2πv, sin 2πv), in place; of each 16 numbers, 8 are u and 8 are v."""
+    u, v = uniform.view(-1, 2, 8).unbind(1)
+    radius = (1 - u).log_().mul_(-2).rsqrt_().reciprocal_()  # sqrt_ takes twice as long
+    angle = v * (2 * torch.pi)
+    torch.mul(radius, angle.cos(), out=u)
+    torch.mul(radius, angle.sin_(), out=v)
 
 
 def positions(start: Any, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from bayesgrad.inference import OutsideDomain, elbo
 from bayesgrad.models import FactorAnalysis, GaussianMixture, HiddenMarkov, LatentDirichlet, LinearStateSpace
-from bayesgrad.models.covariances import MixtureFactor
+from bayesgrad.models.mixture_factor import MixtureFactor
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(80, 2)) + 3 * RNG.normal(size=(4, 2))[np.arange(80) % 4]

@@ -215,6 +215,27 @@ def test_entropy_gradient_is_that_of_the_entropy_by_expectations(case: Case) -> 
 
 
 @every
+def test_steps_follow_the_natural_gradient(case: Case) -> None:
+    """λ + rho (Σ messages + ∇_μ H), for one rho and for one per plate."""
+    family, natural, messages = case.family, case.natural(0), case.natural(1)
+    gradient = tuple(a + b for a, b in zip(messages, family.entropy_gradient(natural)))
+    target = family.full_step(natural, messages)
+    for rho in (0.3, 0.7, 1.0, torch.tensor([0.2, 0.6, 1.0]).double()):
+        size = [rho[(...,) + (None,) * n] if isinstance(rho, Tensor) else rho for n in family.event_dims]
+        for found, old, change, rate in zip(family.part_step(natural, target, rho), natural, gradient, size):
+            assert_close(found, old + rate * change, rtol=1e-13, atol=1e-13)
+
+
+def test_steps_keep_probabilities_of_zero() -> None:
+    """A logit of -inf stays, and a message of -inf excludes an outcome, for every rho."""
+    natural, target = torch.tensor([-torch.inf, 0.5, 1.0]).double(), torch.tensor([2.0, -torch.inf, 3.0]).double()
+    for rho in (0.3, 0.7, 1.0, torch.tensor(0.7).double()):
+        (found,) = Categorical().part_step((natural,), (target,), rho)
+        assert found[0] == found[1] == -torch.inf
+        assert_close(found[2], 1 + 2 * torch.as_tensor(rho).double())
+
+
+@every
 def test_density_against_torch(case: Case) -> None:
     natural = case.natural()
     x = case.family.sample(natural, 5, torch.Generator().manual_seed(3))

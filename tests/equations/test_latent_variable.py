@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bayesgrad.families import Categorical, Dirichlet, Parameters, Point
 from bayesgrad.inference import Chunked, Expected, Factor, LatentVariableFactor, Node, Prior, elbo, message, run, step
 from bayesgrad.models import GaussianMixture
-from bayesgrad.models.covariances import COVARIANCES, Covariance, MixtureFactor
+from bayesgrad.models.covariances import COVARIANCES, Covariance
+from bayesgrad.models.mixture_factor import MixtureFactor
 
 K, P, N = 3, 2, 25
 LOG_2PI = torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
@@ -145,7 +146,7 @@ def test_long_data_are_read_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch
     assert [part.shape[1] for part in whole.columns] == [1000]
     monkeypatch.setattr("bayesgrad.models.covariances.CHUNK", 1)
     for most in (1 << 20, 1):
-        monkeypatch.setattr("bayesgrad.models.covariances.KEPT", most)
+        monkeypatch.setattr("bayesgrad.models.mixture_factor.KEPT", most)
         pieces = MixtureFactor(*nodes, covariance, data, blur=0.1)
         assert (pieces._kept is None) == (most == 1)
         assert [part.shape[1] for part in pieces.columns] == [256, 256, 256, 232]

@@ -130,6 +130,11 @@ class Categorical(Family):
         """-λ, and 0 where a probability is zero and stays zero."""
         return (-natural[0].masked_fill(natural[0] == -torch.inf, 0.0),)
 
+    def part_step(self, natural: Parameters, target: Parameters, rho: float | Tensor) -> Parameters:
+        """See `Family`; a logit of -inf stays, and one that a message sets to -inf becomes that at once."""
+        change = (rho[..., None] if isinstance(rho, Tensor) else rho) * (target[0] - natural[0])
+        return (torch.where(natural[0] == -torch.inf, natural[0], natural[0] + change),)
+
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """-Σ p_k log p_k, with all digits also where one probability is almost 1."""
         below, log_total = _below_largest(natural[0])

@@ -127,6 +127,19 @@ class Family(ABC):
             return tuple(-part for part in natural)
         return tuple(-a - b for a, b in zip(natural, self.base_gradient(natural)))
 
+    def full_step(self, natural: Parameters, messages: Parameters) -> Parameters:
+        """λ + Σ messages + ∇_μ H, which is Σ messages - ∇_μ E[log h]: the λ of a step with rho = 1."""
+        if self.constant_base:
+            return messages
+        return tuple(a - b for a, b in zip(messages, self.base_gradient(natural)))
+
+    def part_step(self, natural: Parameters, target: Parameters, rho: float | Tensor) -> Parameters:
+        """λ + rho (λ' - λ) for λ' = `target`; rho is a number, or a tensor with one number for each plate."""
+        if not isinstance(rho, Tensor):
+            return tuple(torch.lerp(a, b, rho) for a, b in zip(natural, target))
+        sizes = [rho[(...,) + (None,) * n] for n in self.event_dims]
+        return tuple(torch.lerp(a, b, size) for a, b, size in zip(natural, target, sizes))
+
     def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
         """KL(q, p) = A(λ_p) - A(λ_q) - ⟨λ_p - λ_q, μ_q⟩ for q = `natural`, p = `other`: the Bregman divergence of A."""
         difference = tuple(b - a for a, b in zip(natural, other))

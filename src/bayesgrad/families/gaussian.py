@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
+from bayesgrad.families.definite import cholesky, inverted, is_definite, log_abs_det, log_det_divergence
 from bayesgrad.families.digamma import LOG_2PI, relative_excess
 from bayesgrad.families.family import Family, Parameters
+from bayesgrad.noise import randn
+
+_MINUS_HALF = torch.tensor(-0.5)
 
 
 class Gaussian(Family):
@@ -36,11 +40,11 @@ class Gaussian(Family):
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Mean (..., P) and covariance (..., P, P)."""
-        covariance = torch.cholesky_inverse(_cholesky(-2 * natural[1]))
+        covariance = inverted(-2 * natural[1])
         return (covariance @ natural[0][..., None])[..., 0], covariance
 
     def log_partition(self, natural: Parameters) -> Tensor:
-        factor = _cholesky(-2 * natural[1])
+        factor = cholesky(-2 * natural[1])
         white = torch.linalg.solve_triangular(factor, natural[0][..., None], upper=False)[..., 0]
         volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return white.square().sum(-1) / 2 - volume + natural[0].shape[-1] / 2 * LOG_2PI
@@ -51,7 +55,7 @@ class Gaussian(Family):
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """P (1 + log 2π)/2 - log |S|/2; A(λ) - ⟨λ, μ⟩ would cancel large numbers where means are far from zero."""
-        factor = _cholesky(-2 * natural[1])
+        factor = cholesky(-2 * natural[1])
         size = natural[0].shape[-1]
         return size * (1 + LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
@@ -63,7 +67,7 @@ class Gaussian(Family):
 
     def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
         """log |S|/2 - P log(2π)/2 - (x - m)'S(x - m)/2."""
-        factor = _cholesky(-2 * natural[1])
+        factor = cholesky(-2 * natural[1])
         white = ((x - self.moments(natural)[0])[..., None, :] @ factor)[..., 0, :]
         volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - natural[0].shape[-1] / 2 * LOG_2PI
         return volume - white.square().sum(-1) / 2
@@ -87,16 +91,16 @@ class Gaussian(Family):
     def natural(self, mean: Parameters) -> Parameters:
         first, second = mean
         covariance = second - first[..., :, None] * first[..., None, :]
-        return self.of(first, torch.cholesky_inverse(_cholesky(covariance)))
+        return self.of(first, inverted(covariance))
 
     def in_domain(self, natural: Parameters) -> Tensor:
-        return _definite(-2 * natural[1]) & torch.isfinite(natural[0]).all(-1)
+        return is_definite(-2 * natural[1]) & torch.isfinite(natural[0]).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         return x, x[..., :, None] * x[..., None, :]
 
     def mode(self, natural: Parameters) -> Tensor:
-        factor = _cholesky(-2 * natural[1])  # the covariance is not needed
+        factor = cholesky(-2 * natural[1])  # the covariance is not needed
         half = torch.linalg.solve_triangular(factor, natural[0][..., None], upper=False)
         return torch.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
 
@@ -138,7 +142,7 @@ class DiagonalGaussian(Family):
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Mean and variance, (..., P) each."""
-        variance = -0.5 / natural[1]
+        variance = torch.div(_MINUS_HALF, natural[1])  # a number instead of the tensor would take two passes
         return variance * natural[0], variance
 
     def log_partition(self, natural: Parameters) -> Tensor:
@@ -151,7 +155,7 @@ class DiagonalGaussian(Family):
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """Σ (1 + log 2π - log s_i)/2; see `Gaussian.entropy`."""
-        return natural[1].shape[-1] / 2 * (1 + LOG_2PI) - (-2 * natural[1]).log().sum(-1) / 2
+        return natural[1].shape[-1] / 2 * (1 + LOG_2PI) - (-2 * natural[1]).log_().sum(-1) / 2
 
     def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
         """See `Gaussian.divergence`."""
@@ -169,7 +173,8 @@ class DiagonalGaussian(Family):
     ) -> Tensor:
         """See `Gaussian.expected_from_peak`."""
         offset = moments[0] - peak[0]
-        return peak[1] + (natural[1] * torch.addcmul(moments[1], offset, offset)).sum(-1)
+        square = torch.addcmul(moments[1], offset, offset)
+        return peak[1] + torch.linalg.vecdot(*torch.broadcast_tensors(natural[1], square))
 
     def natural(self, mean: Parameters) -> Parameters:
         """
@@ -198,7 +203,7 @@ class DiagonalGaussian(Family):
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean, variance = self.moments(natural)
-        return mean + variance.sqrt() * _normal((count, *mean.shape), mean, generator)
+        return mean + variance.sqrt() * randn((count, *mean.shape), mean, generator)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
         """s <- s (1 + x + x^2/2) with x = rho D/s, at least s/2; see `Gaussian.retract`."""
@@ -230,7 +235,7 @@ class FixedGaussian(Family):
         given = torch.as_tensor(self.precision if known else torch.nan).detach()
         if given.dim() == 2 and given.shape[0] == given.shape[1]:
             even = torch.allclose(given, given.mT, rtol=1e-5, atol=1e-8 * given.abs().max().item())
-            right = even and bool(_definite(given))
+            right = even and bool(is_definite(given))
         else:
             right = given.dim() < 2 and bool(((given > 0) & (given < torch.inf)).all())
         if not right:
@@ -251,7 +256,7 @@ class FixedGaussian(Family):
         precision = torch.as_tensor(self.precision, dtype=vector.dtype, device=vector.device)
         if precision.dim() < 2:
             return vector / precision
-        return torch.cholesky_solve(vector[..., None], _cholesky(precision))[..., 0]
+        return torch.cholesky_solve(vector[..., None], cholesky(precision))[..., 0]
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Mean (..., P) and covariance (..., P, P); variances (..., P) if S is a number or diagonal."""
@@ -259,7 +264,7 @@ class FixedGaussian(Family):
         precision = torch.as_tensor(self.precision, dtype=mean.dtype, device=mean.device)
         if precision.dim() < 2:
             return mean, (1 / precision).expand_as(mean)
-        return mean, torch.cholesky_inverse(_cholesky(precision)).expand(*mean.shape, mean.shape[-1])
+        return mean, inverted(precision).expand(*mean.shape, mean.shape[-1])
 
     def log_partition(self, natural: Parameters) -> Tensor:
         return (natural[0] * self._solve(natural[0])).sum(-1) / 2
@@ -282,7 +287,7 @@ class FixedGaussian(Family):
     def _constant(self, like: Tensor) -> Tensor:
         precision = torch.as_tensor(self.precision, dtype=like.dtype, device=like.device)
         matrix = precision.dim() == 2
-        volume = torch.linalg.slogdet(precision)[1] if matrix else precision.log().expand(like.shape[-1:]).sum()
+        volume = log_abs_det(precision) if matrix else precision.log().expand(like.shape[-1:]).sum()
         return (volume - like.shape[-1] * LOG_2PI) / 2
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
@@ -330,7 +335,7 @@ class FixedGaussian(Family):
         mean = self._solve(natural[0])
         precision = torch.as_tensor(self.precision, dtype=mean.dtype, device=mean.device)
         if precision.dim() < 2:
-            return mean + _normal((count, *mean.shape), mean, generator) / precision.sqrt()
+            return mean + randn((count, *mean.shape), mean, generator) / precision.sqrt()
         return _gaussian(mean, precision, count, generator)
 
 
@@ -346,47 +351,7 @@ def _all_finite(x: Tensor) -> Tensor:
     return (low > -torch.inf) & (high < torch.inf)
 
 
-def _definite(matrix: Tensor) -> Tensor:
-    """Whether a symmetric matrix is finite and positive definite, one boolean per plate."""
-    # The factorisation of a numerically singular matrix may succeed, so its pivots are checked too.
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    tiny = torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
-    return (info == 0) & (pivots > tiny).all(-1)
-
-
-def log_det_divergence(matrix: Tensor, base: Tensor, log_det: Tensor | None = None) -> Tensor:
-    """tr(B^-1 M) - P - log |B^-1 M| for positive definite M = `matrix` and B = `base`, not negative.
-
-    If M is close to B, from the eigenvalues of B^-1 M - I, which keep the digits of a small divergence. `log_det` is
-    log |B^-1 M|, if it is known; M may be singular then.
-    """
-    factor = _cholesky(base)
-    half = torch.linalg.solve_triangular(factor, matrix - base, upper=False)
-    change = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    if log_det is None:
-        log_det = 2 * (_cholesky(matrix).diagonal(dim1=-2, dim2=-1) / factor.diagonal(dim1=-2, dim2=-1)).log().sum(-1)
-    far = change.diagonal(dim1=-2, dim2=-1).sum(-1) - log_det
-    close = change.square().sum((-2, -1)) < 0.25
-    e = torch.linalg.eigvalsh(torch.where(close[..., None, None], change, torch.zeros_like(change)))
-    return torch.where(close, (e - torch.log1p(e)).sum(-1), far)
-
-
-def _cholesky(matrix: Tensor) -> Tensor:
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if info.any():
-        raise ValueError(
-            "a precision, covariance or scale is not positive definite: the parameters do not define a distribution."
-        )
-    return factor
-
-
-def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal noise, drawn on the CPU so that a seed gives the same numbers on every device."""
-    return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
-
-
 def _gaussian(mean: Tensor, precision: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """Samples of N(mean, S^-1). S = L L': L'^-1 z has covariance S^-1."""
-    noise = _normal((count, *mean.shape), mean, generator)
-    return mean + torch.linalg.solve_triangular(_cholesky(precision).mT, noise[..., None], upper=True)[..., 0]
+    noise = randn((count, *mean.shape), mean, generator)
+    return mean + torch.linalg.solve_triangular(cholesky(precision).mT, noise[..., None], upper=True)[..., 0]

@@ -12,6 +12,7 @@ from torch.distributions import Distribution, Independent, MultivariateNormal
 from torch.distributions import Wishart as TorchWishart
 from torch.distributions.constraints import Constraint
 
+from bayesgrad.families.definite import cholesky, factor_inverse, inverted, is_definite, log_abs_det, log_det_divergence
 from bayesgrad.families.digamma import (
     LOG_2PI,
     log_minus_digamma,
@@ -23,8 +24,8 @@ from bayesgrad.families.digamma import (
     stirling_remainder,
 )
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import _cholesky, _definite, _normal, log_det_divergence
 from bayesgrad.families.positive import log_gamma_samples
+from bayesgrad.noise import randn
 
 LOG_2 = math.log(2)
 
@@ -48,17 +49,17 @@ class Wishart(Family):
 
     def of(self, degrees: Tensor, scale: Tensor) -> Parameters:
         """Natural parameters for nu = degrees and V = scale."""
-        return (degrees - scale.shape[-1] - 1) / 2, -torch.cholesky_inverse(_cholesky(scale)) / 2
+        return (degrees - scale.shape[-1] - 1) / 2, -inverted(scale) / 2
 
     def standard_parameters(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Degrees of freedom nu and scale V."""
         P = natural[1].shape[-1]
-        return 2 * natural[0] + P + 1, torch.cholesky_inverse(_cholesky(-2 * natural[1]))
+        return 2 * natural[0] + P + 1, inverted(-2 * natural[1])
 
     def log_partition(self, natural: Parameters) -> Tensor:
         P = natural[1].shape[-1]
         n = natural[0] + (P + 1) / 2  # nu/2
-        pivots = _cholesky(-2 * natural[1]).diagonal(dim1=-2, dim2=-1).square()
+        pivots = cholesky(-2 * natural[1]).diagonal(dim1=-2, dim2=-1).square()
         return n * ((2 * n[..., None] / pivots).log() - 1).sum(-1) + self._rest(natural[0] + 1, P)
 
     def _rest(self, half: Tensor, P: int) -> Tensor:
@@ -97,9 +98,9 @@ class Wishart(Family):
 
     def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
         P, n = natural[1].shape[-1], natural[0] + (natural[1].shape[-1] + 1) / 2
-        factor = _cholesky(-2 * natural[1])
+        factor = cholesky(-2 * natural[1])
         mode = n[..., None, None] * torch.eye(P, dtype=x.dtype, device=x.device)
-        volume = torch.linalg.slogdet(x)[1]
+        volume = log_abs_det(x)
         pivots = factor.diagonal(dim1=-2, dim2=-1).square()
         log_det = volume - (2 * n[..., None] / pivots).log().sum(-1)
         return (
@@ -109,10 +110,10 @@ class Wishart(Family):
         )
 
     def mean(self, natural: Parameters) -> Parameters:
-        P, factor = natural[1].shape[-1], _cholesky(-2 * natural[1])
+        P, factor = natural[1].shape[-1], cholesky(-2 * natural[1])
         expected = torch.digamma(_halves(natural[0] + 1, P))
         volume = (LOG_2 - 2 * factor.diagonal(dim1=-2, dim2=-1).log() + expected).sum(-1)
-        return volume, (2 * natural[0] + P + 1)[..., None, None] * torch.cholesky_inverse(factor)
+        return volume, (2 * natural[0] + P + 1)[..., None, None] * factor_inverse(factor)
 
     def natural(self, mean: Parameters) -> Parameters:
         """By Newton's method for P log(nu/2) - Σ ψ((nu + 1 - i)/2) = log |E[X]| - E[log |X|].
@@ -138,14 +139,14 @@ class Wishart(Family):
             return value.sum(-1), slope.sum(-1)
 
         half = solve_decreasing(spread, target, start)
-        inverse = torch.cholesky_inverse(_cholesky(mean[1]))
+        inverse = inverted(mean[1])
         return half - 1, -(half + (P - 1) / 2)[..., None, None] * inverse
 
     def in_domain(self, natural: Parameters) -> Tensor:
-        return _definite(-2 * natural[1]) & (natural[0] > -1) & (natural[0] < math.inf)
+        return is_definite(-2 * natural[1]) & (natural[0] > -1) & (natural[0] < math.inf)
 
     def statistics(self, x: Tensor) -> Parameters:
-        return torch.linalg.slogdet(x)[1], x
+        return log_abs_det(x), x
 
     def has_mode(self, natural: Parameters) -> Tensor:
         return self.in_domain(natural) & (natural[0] > 0)
@@ -156,8 +157,7 @@ class Wishart(Family):
         return 2 * natural[0][..., None, None] * self.standard_parameters(natural)[1]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        degrees, scale = self.standard_parameters(natural)
-        return TorchWishart(*_same_plates(degrees, scale))
+        return TorchWishart(*_same_plates(*self.standard_parameters(natural)))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         root = self._root(natural, count, generator)
@@ -168,9 +168,9 @@ class Wishart(Family):
         and standard normal numbers below the diagonal."""
         half, scale = _same_plates(natural[0] + 1, self.standard_parameters(natural)[1])
         chi = (log_gamma_samples(_halves(half, scale.shape[-1]).flip(-1), count, generator) + LOG_2) / 2
-        below = _normal((count, *scale.shape), scale, generator).tril(-1)
+        below = randn((count, *scale.shape), scale, generator).tril(-1)
         diagonal = chi.exp().clamp(min=torch.finfo(chi.dtype).tiny ** 0.5)
-        return _cholesky(scale) @ (below + torch.diag_embed(diagonal))
+        return cholesky(scale) @ (below + torch.diag_embed(diagonal))
 
 
 class NormalWishart(Family):
@@ -193,7 +193,7 @@ class NormalWishart(Family):
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
         """Natural parameters for m0, κ, nu and V."""
-        inverse = torch.cholesky_inverse(_cholesky(scale))
+        inverse = inverted(scale)
         square = confidence[..., None, None] * _outer(location)
         P = location.shape[-1]
         return confidence[..., None] * location, -confidence / 2, -(inverse + square) / 2, (degrees - P) / 2
@@ -255,13 +255,13 @@ class NormalWishart(Family):
         mean, precision = TiedNormalWishart().unpack(x)
         offset = mean - location
         means = P * (confidence.log() - LOG_2PI) - confidence * (offset * (offset @ precision)).sum(-1)
-        volume = torch.linalg.slogdet(precision)[1]
+        volume = log_abs_det(precision)
         return Wishart().log_density(wishart, precision) + (means.sum(-1) + J * volume) / 2
 
     def natural(self, mean: Parameters) -> Parameters:
         """See `Wishart.natural`."""
         push, square, precision, volume = mean
-        location = torch.cholesky_solve(push[..., None], _cholesky(precision))[..., 0]
+        location = torch.cholesky_solve(push[..., None], cholesky(precision))[..., 0]
         rest = square - (location * push).sum(-1)
         if not (rest > 0).all():
             raise ValueError(
@@ -279,7 +279,7 @@ class NormalWishart(Family):
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)
         push = (precision @ mean[..., None])[..., 0]
-        return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
+        return push, (mean * push).sum(-1), precision, log_abs_det(precision)
 
     def has_mode(self, natural: Parameters) -> Tensor:
         return self.in_domain(natural) & (natural[3] > 0)
@@ -298,7 +298,7 @@ class NormalWishart(Family):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
         root = Wishart()._root(wishart, count, generator)
-        noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
+        noise = randn(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
         return self.pack(mean, root @ root.mT)
 
@@ -325,7 +325,7 @@ class TiedNormalWishart(NormalWishart):
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
         """Natural parameters for m0 (..., J, P), κ (..., J), nu and V."""
         first = confidence[..., None] * location
-        inverse = torch.cholesky_inverse(_cholesky(scale))
+        inverse = inverted(scale)
         J, P = location.shape[-2:]
         return first, -confidence / 2, -(inverse + first.mT @ location) / 2, (degrees - P - 1 + J) / 2
 
@@ -360,7 +360,7 @@ class TiedNormalWishart(NormalWishart):
     def natural(self, mean: Parameters) -> Parameters:
         """See `Wishart.natural`."""
         push, square, precision, volume = mean
-        location = torch.cholesky_solve(push.mT, _cholesky(precision)).mT
+        location = torch.cholesky_solve(push.mT, cholesky(precision)).mT
         rest = square - (location * push).sum(-1)
         if not (rest > 0).all():
             raise ValueError(
@@ -378,7 +378,7 @@ class TiedNormalWishart(NormalWishart):
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)
         push = mean @ precision
-        return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
+        return push, (mean * push).sum(-1), precision, log_abs_det(precision)
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         return _NormalWishart(*self.standard_parameters(natural))
@@ -386,7 +386,7 @@ class TiedNormalWishart(NormalWishart):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
         root = Wishart()._root(wishart, count, generator)
-        noise = _normal((count, *location.shape), root, generator) / confidence.sqrt()[..., None]
+        noise = randn((count, *location.shape), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise.mT, upper=True).mT
         return self.pack(mean, root @ root.mT)
 
@@ -438,7 +438,7 @@ def _steps(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _log_det(matrix: Tensor) -> Tensor:
-    return 2 * _cholesky(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return 2 * cholesky(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def _outer(vector: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Distribution, MixtureSameFamily, MultivariateNormal
 
+from bayesgrad.families.definite import cholesky
 from bayesgrad.families.digamma import LOG_2PI
 from bayesgrad.families.discrete import Categorical
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import Gaussian, _cholesky
+from bayesgrad.families.gaussian import Gaussian
 
 GAUSSIAN = Gaussian()
 
@@ -154,7 +155,7 @@ class MixtureOfGaussians(Family):
 
     def log_joint(self, natural: Parameters, theta: Tensor) -> Tensor:
         """log q(θ, z = k) for every k, (..., K)."""
-        factor = _cholesky(-2 * natural[-1])
+        factor = cholesky(-2 * natural[-1])
         offset = theta[..., None, :] - GAUSSIAN.mode(self.components(natural))
         white = (offset[..., None, :] @ factor)[..., 0, :]
         volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - theta.shape[-1] / 2 * LOG_2PI

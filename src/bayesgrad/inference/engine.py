@@ -27,7 +27,7 @@ from torch import Tensor
 from bayesgrad.families import Parameters
 from bayesgrad.inference.expectation import Delta, MonteCarlo
 from bayesgrad.inference.factor import Factor
-from bayesgrad.inference.node import Node
+from bayesgrad.inference.node import Node, is_one
 from bayesgrad.layers.batches import ProgressLine
 
 DOMAINS = ("backtrack", "retract", "search", "raise")
@@ -53,7 +53,7 @@ def message(node: Node, factors: Iterable[Factor]) -> Parameters:
 
 def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
     """E_q[log p(data, x)] + H(q), with all constants: the log evidence of a conjugate model at its posterior."""
-    values = [(factor.scale * factor.value()).sum() for factor in factors]
+    values = [_scaled_value(factor) for factor in factors]
     return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
 
 
@@ -95,15 +95,15 @@ def step(
     step_sizes = [_step_size(rho, node, iteration) for node in nodes]
     ready: dict[Node, tuple[Parameters, Changes]] = {}
     if schedule == "parallel":
-        ready = {node: _direction(node, factors, sites) for node in nodes}
+        ready = {node: _target(node, factors, sites) for node in nodes}
     for node, rate in zip(nodes, step_sizes):
-        direction, changes = ready[node] if ready else _direction(node, factors, sites)
+        target, changes = ready[node] if ready else _target(node, factors, sites)
         before = node.natural
         drift = None
         if momentum and node.previous is not None:
             drift = tuple(momentum * (now - old) for now, old in zip(before, node.previous))
         bound = _search_objective(nodes, factors) if domain == "search" else None
-        node.natural, size = _take_step(node, direction, rate, domain, drift)
+        node.natural, size = _take_step(node, target, rate, domain, drift)
         node.previous = before
         if bound is not None:
             size = size * _search(nodes, factors, node, before, bound)
@@ -278,12 +278,12 @@ def _blame(nodes: Sequence[Node], factors: Sequence[Factor], before: Sequence[Pa
     _restore(nodes, before)
     for node, natural in zip(nodes, after):
         own = [place for place, factor in enumerate(factors) if _depends_on(factor, node)]
-        mean, values = node.mean, [(factors[place].scale * factors[place].value()).sum() for place in own]
+        mean, values = node.mean, [_scaled_value(factors[place]) for place in own]
         messages = [node.scale_by_plate(factors[place].scale, factors[place].message(node)) for place in own]
         node.natural = natural
         change = tuple(b - a for a, b in zip(mean, node.mean))
         for place, value, sent in zip(own, values, messages):
-            rise = (factors[place].scale * factors[place].value()).sum() - value
+            rise = _scaled_value(factors[place]) - value
             missing[place] += float(node.family.dot(sent, change).sum() - rise)
     worst = max(range(len(factors)), key=missing.__getitem__)
     factor, names = factors[worst], ", ".join(str(node) for node in factors[worst].nodes)
@@ -309,7 +309,12 @@ def _depends_on(factor: Factor, node: Node) -> bool:
 def _scaled(node: Node, factor: Factor) -> Parameters:
     ratio = factor.scale / node.scale
     own = factor.message(node)
-    return own if isinstance(ratio, float) and ratio == 1 else node.scale_by_plate(ratio, own)
+    return own if is_one(ratio) else node.scale_by_plate(ratio, own)
+
+
+def _scaled_value(factor: Factor) -> Tensor:
+    value = factor.value()
+    return (value if is_one(factor.scale) else factor.scale * value).sum()
 
 
 def _sum_messages(node: Node, messages: Sequence[Parameters]) -> Parameters:
@@ -337,41 +342,39 @@ def check_steps(steps: Any) -> None:
         raise ValueError(f"steps must be a positive integer, got {steps!r}.")
 
 
-def _direction(node: Node, factors: Sequence[Factor], sites: Sites | None) -> tuple[Parameters, Changes]:
-    """The natural gradient of the bound. With sites, the sum of their changes, and each change."""
+def _target(node: Node, factors: Sequence[Factor], sites: Sites | None) -> tuple[Parameters, Changes]:
+    """λ after a step with rho = 1: λ plus the natural gradient of the bound. With sites, also the change of each."""
     if sites is None:
-        gradient = node.family.entropy_gradient(node.natural)
-        return tuple(a + b for a, b in zip(message(node, factors), gradient)), {}
+        return node.family.full_step(node.natural, message(node, factors)), {}
     if not node.family.constant_base and any(part.any() for part in node.family.base_gradient(node.natural)):
         raise ValueError(f"{node} has a base measure that is not constant: sites do not support it, use sites=None.")
     changes = sites.changes(node, factors)
     if not changes and sites.total(node) is not None:  # none of its factors is given
-        return tuple(torch.zeros_like(part) for part in node.natural), {}
-    return _sum_messages(node, list(changes.values())), changes
+        return node.natural, {}
+    total = _sum_messages(node, list(changes.values()))
+    return tuple(a + b for a, b in zip(node.natural, total)), changes
 
 
 def _take_step(
-    node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None
+    node: Node, target: Parameters, rate: float, domain: str, drift: Parameters | None
 ) -> tuple[Parameters, float | Tensor]:
     """λ after the step, and the step size, which may differ between plates."""
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
-        _check_finite(node, direction)
+        _check_finite(node, target)
+        direction = tuple(b - a for a, b in zip(natural, target))
         moved = family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
         if family.in_domain(moved).all():  # else the step is too long for floating-point numbers
             return moved, rate
     size: float | Tensor = rate
     for _ in range(MAX_HALVINGS):
-        if isinstance(size, float):
-            moved = tuple(torch.add(a, b, alpha=size) for a, b in zip(natural, direction))
-        else:
-            moved = tuple(a + b for a, b in zip(natural, node.scale_by_plate(size, direction)))
+        moved = family.part_step(natural, target, size)
         if drift is not None:
             moved = tuple(a + b for a, b in zip(moved, node.scale_by_plate(size / rate, drift)))
         inside = family.in_domain(moved)
         if inside.all():
             return moved, size
-        _check_finite(node, direction)
+        _check_finite(node, target)
         if domain == "raise":
             break
         whole = size if isinstance(size, Tensor) else natural[0].new_full(family.plates(natural), size)
@@ -385,8 +388,8 @@ def _take_step(
     )
 
 
-def _check_finite(node: Node, direction: Parameters) -> None:
-    if any(not torch.isfinite(part).all() for part in direction):
+def _check_finite(node: Node, target: Parameters) -> None:
+    if any(not torch.isfinite(part).all() for part in target):
         raise OutsideDomain(f"the messages to {node} contain NaN or infinity: check the data and the initial values.")
 
 

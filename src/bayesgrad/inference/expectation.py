@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vjp, vmap
 
-from bayesgrad.noise import generator_of, seed32
+from bayesgrad.noise import generator_of, randn, seed32
 
 Function = Callable[[Tensor], Tensor]
 HESSIANS = ("exact", "gauss-newton", "reparameterised")
@@ -131,7 +131,7 @@ class Expectation(ABC):
         if self.hessian == "gauss-newton":
             return -first.square() if diagonal else -first[:, :, None] * first[:, None, :]
         if diagonal:  # E[f''] = E[f' noise]/deviation
-            return first * (noise / root.clamp_min(torch.finfo(root.dtype).tiny ** 0.5)).flatten(0, -2)
+            return (first.view_as(noise) * noise).div_(root).flatten(0, -2)
         # E[∇² f] = E[∇f (R'^-1 noise)']
         pulled = torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0].flatten(0, -2)
         hessians = first[:, :, None] * pulled[:, None, :]
@@ -207,7 +207,7 @@ class GaussHermite(Expectation):
         grid = torch.cartesian_prod(*[nodes] * size).view(-1, size)
         weight = torch.cartesian_prod(*[weights] * size).view(-1, size).prod(-1)
         noise = grid.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + times_root(root, noise), noise, weight
+        return displaced(mean, root, noise), noise, weight
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class QuasiMonteCarlo(Expectation):
             raise ValueError(f"samples must be at least 4 per dimension, {4 * size} here, got {self.samples}.")
         noise = _sobol(self.samples, size, self.seed).to(mean)
         noise = noise.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + times_root(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
+        return displaced(mean, root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
 
 
 @dataclass(eq=False)
@@ -267,10 +267,10 @@ class MonteCarlo(Expectation):
             self.calls += 1
         pairs = self.samples % 2 == 0
         count = self.samples // 2 if pairs else self.samples
-        noise = torch.randn(count, *mean.shape, dtype=mean.dtype, generator=generator).to(mean.device)
+        noise = randn((count, *mean.shape), mean, generator)
         noise = torch.cat([noise, -noise]) if pairs else noise
         weights = mean.new_full((self.samples,), 1 / self.samples)
-        return mean + times_root(root, noise), noise, weights
+        return displaced(mean, root, noise), noise, weights
 
 
 def _vectorise(function: Function, row: Tensor) -> Callable[..., Function]:
@@ -301,13 +301,14 @@ _VECTORISED: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()  # whether 
 
 def _value_and_gradient(function: Function, rows: Tensor, each: Callable[..., Function]) -> tuple[Tensor, Tensor]:
     """f and ∇f of each row by one backward pass."""
-    with torch.enable_grad():
-        rows = rows.detach().requires_grad_()
-        value = function(rows[0])[None] if len(rows) == 1 else each(function)(rows)
+    single = len(rows) == 1
+    with torch.enable_grad():  # the row itself: the gradient of an index would be written into zeros
+        at = (rows[0] if single else rows).detach().requires_grad_()
+        value = function(at) if single else each(function)(at)
         if not value.requires_grad:  # a constant
-            return value, torch.zeros_like(rows)
-        (gradient,) = torch.autograd.grad(value.sum(), rows)
-    return value.detach(), gradient
+            return value.view(len(rows)), torch.zeros_like(rows)
+        (gradient,) = torch.autograd.grad(value.sum(), at)
+    return value.detach().view(len(rows)), gradient.view_as(rows)
 
 
 def _hessian_diagonal(function: Function, rows: int) -> Function:
@@ -324,6 +325,13 @@ def _hessian_diagonal(function: Function, rows: int) -> Function:
         return found
 
     return diagonal
+
+
+def displaced(mean: Tensor, root: Tensor, noise: Tensor) -> Tensor:
+    """m + R ε for each point and plate."""
+    if root.dim() < noise.dim():  # standard deviations
+        return torch.addcmul(mean, root, noise)
+    return mean + times_root(root, noise)
 
 
 def times_root(root: Tensor, noise: Tensor) -> Tensor:

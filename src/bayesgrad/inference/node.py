@@ -26,6 +26,11 @@ def check_scale(name: str, scale: Any, *, zero: bool = False) -> Any:
     return scale
 
 
+def is_one(scale: float | Tensor) -> bool:
+    """Whether multiplying by a scale changes nothing; the values of a tensor are not read."""
+    return isinstance(scale, float) and scale == 1
+
+
 def check_finite(**values: Tensor) -> None:
     """Raises a ValueError for tensors that are empty or contain NaN or infinity."""
     for name, value in values.items():
@@ -96,7 +101,7 @@ class Node:
     def entropy(self) -> Tensor:
         """The entropy of q times `scale`, summed over plates."""
         entropy = self.family.entropy(self._natural, self._mean)
-        return (entropy if isinstance(self.scale, float) and self.scale == 1 else self.scale * entropy).sum()
+        return (entropy if is_one(self.scale) else self.scale * entropy).sum()
 
     def distribution(self) -> torch.distributions.Distribution:
         return self.family.to_distribution(self._natural)

@@ -1,10 +1,9 @@
-"""Covariance types of Gaussian mixtures, and the factor of rows that come from a mixture."""
+"""Covariance types of Gaussian mixtures."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import ClassVar, NamedTuple
 
@@ -13,14 +12,12 @@ from torch import Tensor
 
 from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
-from bayesgrad.inference import LatentVariableFactor, Node
 from bayesgrad.models import checks
 from bayesgrad.models.designs import weighted_gram
 
 WIDE = 2  # columns per component above which quadratic forms are computed directly: measured
 FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
 CHUNK = 1 << 18  # number of features processed at a time: they fit into the cache
-KEPT = 1 << 20  # number of features that are kept between sweeps
 
 
 class Components(NamedTuple):
@@ -62,11 +59,15 @@ class Covariance(ABC):
     def features(self, columns: Tensor, blur: float, out: Tensor | None = None) -> Tensor:
         """(D, n), written to `out` if it is given: allocating memory takes longer than the sums."""
         size, count = columns.shape
-        out = columns.new_empty(self.width(size), count) if out is None else out[:, :count]
+        out = self.buffer(columns) if out is None else out[:, :count]
         out[0] = 1
         out[1 : size + 1] = columns
         self.fill(out[size + 1 :], out[1 : size + 1], blur)
         return out
+
+    def buffer(self, columns: Tensor) -> Tensor:
+        """Memory for the features of columns, in the layout in which x and its squares are written fastest."""
+        return columns.new_empty(columns.shape[1], self.width(len(columns))).mT
 
     @abstractmethod
     def coefficients(self, mean: Parameters) -> Tensor:
@@ -167,6 +168,9 @@ class Full(Covariance):
     def width(self, size: int) -> int:
         return 1 + size + size * (size + 1) // 2
 
+    def buffer(self, columns: Tensor) -> Tensor:
+        return columns.new_empty(self.width(len(columns)), columns.shape[1])  # a product of two columns is a row
+
     def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
         size, place = len(columns), 0
         for i in range(size):
@@ -178,17 +182,17 @@ class Full(Covariance):
         if rows.shape[1] <= WIDE * len(shares):
             return super().sums(rows, shares, blur)
         second = torch.stack([weighted_gram(rows, own) for own in shares])
-        return _packed(torch.cat([shares.sum(1, keepdim=True), shares @ rows], 1), second, blur)
+        return packed(torch.cat([shares.sum(1, keepdim=True), shares @ rows], 1), second, blur)
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
-        triangle = _triangle(push.shape[-1], push.device)
+        triangle = triangle_of(push.shape[-1], push.device)
         constant = (volume - square - push.shape[-1] * LOG_2PI) / 2
         return torch.cat([constant[:, None], push, precision.flatten(1)[:, triangle.packed] * triangle.weight], 1)
 
     def message(self, sums: Tensor, size: int) -> Parameters:
         half = sums[:, 0] / 2
-        square = sums[:, _triangle(size, sums.device).unpacked].view(-1, size, size)
+        square = sums[:, triangle_of(size, sums.device).unpacked].view(-1, size, size)
         return sums[:, 1 : size + 1], -half, square / -2, half
 
     def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
@@ -335,96 +339,13 @@ class Spherical(Covariance):
         return (components,)
 
 
-class MixtureFactor(LatentVariableFactor):
-    r"""Rows that each come from one of K components, with a latent indicator z for each row:
-
-    .. math::
-        \sum_i \log \sum_k \exp\left(E[\log \pi_k] + E[\log N(x_i \mid m_k, \Lambda_k^{-1})]\right)
-
-    Messages are counts, and the statistics of rows weighted by the responsibilities q(z = k).
-
-    Args:
-        weights, components: a Dirichlet node and a node of the covariance's family, or `Point` of them.
-        rows: (n, P).
-        blur: rows count as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance is at least
-            blur I, and the value remains a bound.
-
-    Reference: Bishop, 2006, section 10.2; Khan and Rue 2023, sections 5.2 and 5.3.
-    Checked by: tests/equations/test_latent_variable.py.
-    """
-
-    def __init__(
-        self,
-        weights: Node,
-        components: Node,
-        covariance: Covariance,
-        rows: Tensor,
-        *,
-        blur: float = 0.0,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(weights, components, scale=scale)
-        self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
-        self.columns, count = covariance.chunks(rows), weights.natural[0].shape[-1]
-        self._wide = isinstance(covariance, Full) and len(self.columns) > 1 and self.size > WIDE * count
-        if self._wide:
-            self.columns = rows.split(max(256, CHUNK // self.size))
-        small = not self._wide and len(rows) * covariance.width(self.size) <= KEPT
-        self._kept = [covariance.features(part, blur) for part in self.columns] if small else None
-
-    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
-        weights, components = self.nodes
-        coefficients = self.covariance.coefficients(components.mean)
-        coefficients[:, 0] += weights.mean[0]
-        total, sums = self._by_matrices(coefficients) if self._wide else self._by_features(coefficients)
-        return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
-
-    def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """The bound, and the weighted sums of features."""
-        total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
-        for features in self._kept or self._features():
-            shares = coefficients @ features  # (K, n)
-            total += _normalise(shares)
-            sums.addmm_(shares, features.mT)
-        return total, sums
-
-    def _by_matrices(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without products of columns, which take too long for many columns and few components."""
-        K, P = len(coefficients), self.size
-        matrices = coefficients[:, _triangle(P, coefficients.device).unpacked].view(K, P, P) / 2
-        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).mul_(2).sum(1, keepdim=True)
-        first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
-        second, tied = torch.zeros_like(matrices), isinstance(self.covariance, Tied)  # the first one gets their sum
-        for rows in self.columns:
-            forms = [(rows @ matrix).mul_(rows).sum(1) for matrix in (matrices[:1] if tied else matrices)]
-            shares = torch.stack(forms) + constant
-            total += _normalise(shares.addmm_(coefficients[:, 1 : P + 1], rows.mT))
-            first[:, 0] += shares.sum(1)
-            first[:, 1:].addmm_(shares, rows)
-            for own, weights in zip(second, shares.sum(0, keepdim=True) if tied else shares):
-                own += weighted_gram(rows, weights)
-        return total, _packed(first, second, self.blur)
-
-    def _features(self) -> Iterator[Tensor]:
-        buffer = self.columns[0].new_empty(self.covariance.width(self.size), self.columns[0].shape[1])
-        return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
-
-
-def _packed(first: Tensor, second: Tensor, blur: float) -> Tensor:
+def packed(first: Tensor, second: Tensor, blur: float) -> Tensor:
     """Weighted sums of features, from those of 1 and x, (K, P + 1), and of x x', (K, P, P), which is modified."""
     second.diagonal(dim1=-2, dim2=-1).add_(blur * first[:, :1])
-    return torch.cat([first, second.flatten(1)[:, _triangle(second.shape[-1], second.device).packed]], 1)
+    return torch.cat([first, second.flatten(1)[:, triangle_of(second.shape[-1], second.device).packed]], 1)
 
 
-def _normalise(logits: Tensor) -> Tensor:
-    """Softmax over the first dimension, in place; returns the sum of the log normalisers."""
-    top = logits.amax(0)
-    norm = logits.sub_(top).exp_().sum(0)
-    logits.div_(norm)
-    return norm.log().add_(top).sum()
-
-
-class _Triangle(NamedTuple):
+class Triangle(NamedTuple):
     """Indices of the upper triangle of a symmetric matrix, row by row.
 
     Args:
@@ -439,12 +360,12 @@ class _Triangle(NamedTuple):
 
 
 @cache
-def _triangle(size: int, device: torch.device) -> _Triangle:
+def triangle_of(size: int, device: torch.device) -> Triangle:
     row, column = torch.triu_indices(size, size, device=device)
     place = torch.empty(size, size, dtype=torch.long, device=device)
     place[row, column] = place[column, row] = torch.arange(len(row), device=device)
     weight = torch.where(row == column, -0.5, -1.0).to(torch.float64)
-    return _Triangle(row * size + column, place.flatten() + size + 1, weight)
+    return Triangle(row * size + column, place.flatten() + size + 1, weight)
 
 
 COVARIANCES: dict[str, Covariance] = {"full": Full(), "tied": Tied(), "diag": Diag(), "spherical": Spherical()}

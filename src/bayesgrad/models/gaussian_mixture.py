@@ -19,8 +19,9 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models import chained, checks
-from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
+from bayesgrad.models.covariances import COVARIANCES, Components, Covariance
 from bayesgrad.models.latent import Latent
+from bayesgrad.models.mixture_factor import MixtureFactor
 
 METHODS = ("em", "vmp", "svi")
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
