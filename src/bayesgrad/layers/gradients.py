@@ -61,11 +61,12 @@ class GradientMarks:
 
     Attributes:
         unexplained: parameters whose gradient has more terms than those of their layers, as far as is known: a tied
-            weight, or one that the model also uses directly. It is found in the first pass by comparing values, and
-            again in the pass that follows one in which the layers were called more or less often, or whose gradient is
-            not in the memory of what a layer returned, changed as often as there are further calls. If it never is
-            (gradients that are zeroed in place, autocast), values are compared every ten passes, and the gradient never
-            counts as untouched: any of them may have a term that the others do not have.
+            weight, or one that the model also uses directly. It is found in the first pass by comparing values, in a
+            later one whose gradient is not in the memory of what the only call of a layer returned, and in the pass
+            that follows one in which the layers were called more or less often, or whose gradient is not in the memory
+            of what their first call returned, changed as often as there are further calls. If it never is (gradients
+            that are zeroed in place, autocast), values are compared every ten passes, and the gradient never counts as
+            untouched: any of them may have a term that the others do not have.
         twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
             that of a gradient penalty, adds terms that the layers do not know.
         extended: those of them whose gradient has such terms, by its value in the latest pass that began at zero.
@@ -130,6 +131,9 @@ class GradientMarks:
             if p not in self._calls or p in self.twice:
                 gradient = gradient.detach().clone() if p._backward_hooks else gradient.detach()  # hooks may change it
                 total = gradient if total is None else total + gradient
+            else:  # of a single call, compared only if autograd adds another term, which it then does in other memory
+                opaque = calls or p in self._opaque or p in self._unexplained or p._backward_hooks
+                total = None if opaque else gradient.detach()
             self._sums[p] = task, calls + 1, total, from_zero, first
 
     def differentiable(self, module: nn.Module) -> None:
@@ -175,13 +179,13 @@ class GradientMarks:
             # Autograd adds further terms in place, or to a copy.
             alone = gradient.data_ptr() == memory and gradient._version == version + calls - 1
             known = alone and calls == self._calls.get(p, calls)
-            explained = True
-            if total is not None:
+            explained, checked = True, p not in self._calls
+            if total is not None and (checked or p in self.twice or not alone):
                 rest = (gradient - total.to(gradient)).norm()
                 eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
                 explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
             (self.extended.discard if explained or p not in self.twice else self.extended.add)(p)
-            if p not in self._calls:
+            if checked or not (explained or p in self.twice):
                 self._calls[p] = calls
                 (self._unexplained.discard if explained else self._unexplained.add)(p)
             elif self._is_check_due(p, calls, alone):
