@@ -1024,3 +1024,26 @@ def test_a_skipped_batch_with_nan_leaves_the_layers_of_natural_gradient_known(bl
             optimizer.step()
         results.append(weights(model))
     assert same(*results)
+
+
+@pytest.mark.parametrize("rule", ["OGN", "VOGN"])
+def test_squares_without_a_layer_that_is_trained_are_refused(rule: str) -> None:
+    """As with an IA3 adapter, which multiplies activations: nothing shows how many examples there are."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = (
+                nn.Linear(6, 3).double().requires_grad_(False),
+                nn.Parameter(torch.ones(3).double()),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    model = Scaled()
+    with pytest.warns(UserWarning, match=r"does not support scale"):
+        optimizer = RULES[rule](model)
+    passes(model, optimizer, 0)
+    with pytest.raises(ValueError, match=r"found none of them that is trained: use IVON, or fisher='sampled'"):
+        optimizer.step()
