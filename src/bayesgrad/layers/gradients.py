@@ -61,15 +61,16 @@ class GradientMarks:
 
     Attributes:
         unexplained: parameters whose gradient has more terms than those of their layers, as far as is known: a tied
-            weight, or one that the model also uses directly. It is found in the first pass by comparing values, in a
-            later one whose gradient is not in the memory of what the only call of a layer returned, and in the pass
-            that follows one in which the layers were called more or less often, or whose gradient is not in the memory
-            of what their first call returned, changed as often as there are further calls. If it never is (gradients
-            that are zeroed in place, autocast), values are compared every ten passes, and the gradient never counts as
-            untouched: any of them may have a term that the others do not have.
+            weight, or one that the model also uses directly. It is found in the first pass by comparing values, and
+            again in the pass that follows one in which the layers were called more or less often, or whose gradient is
+            not in the memory of what a layer returned, changed as often as there are further calls. If it never is
+            (gradients that are zeroed in place, autocast), values are compared every ten passes, and the gradient never
+            counts as untouched: any of them may have a term that the others do not have.
         twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
             that of a gradient penalty, adds terms that the layers do not know.
-        extended: those of them whose gradient has such terms, by its value in the latest pass that began at zero.
+        extended: parameters whose gradient has further terms by its value in the latest pass that began at zero. It is
+            compared in passes with derivatives of gradients, and if it is not in the memory of what the only call of a
+            layer returned: a penalty that some steps have is no reason for the fallback.
         foreign: parameters with a term of a pass in which their layers were not called, as that of a penalty.
         close: removes the hooks.
     """
@@ -104,6 +105,12 @@ class GradientMarks:
     @property
     def unexplained(self) -> set[Tensor]:
         return self._unexplained if self._agreed is None else self._agreed
+
+    def exclude(self, params: Iterable[Tensor]) -> None:
+        """Counts gradients as unexplained that layers have no part in."""
+        self._unexplained.update(some := set(params))
+        if self._agreed is not None:
+            self._agreed |= some
 
     def share(self, exchange: Exchange) -> None:
         """Lets all processes know which gradients have more terms than those of their layers."""
@@ -184,8 +191,8 @@ class GradientMarks:
                 rest = (gradient - total.to(gradient)).norm()
                 eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
                 explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
-            (self.extended.discard if explained or p not in self.twice else self.extended.add)(p)
-            if checked or not (explained or p in self.twice):
+            (self.extended.discard if explained else self.extended.add)(p)
+            if checked:
                 self._calls[p] = calls
                 (self._unexplained.discard if explained else self._unexplained.add)(p)
             elif self._is_check_due(p, calls, alone):

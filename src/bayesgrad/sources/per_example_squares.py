@@ -244,7 +244,7 @@ class PerExampleSquares(Source):
             raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
         known = marks.unexplained
-        twice = {p for p in marks.twice if p in marks.extended or marks.accumulated_twice(p)}
+        twice = marks.extended | {p for p in marks.twice if marks.accumulated_twice(p)}
         odd = {p for p in self.sums if p in known or p in twice or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
         common = marks.factor() if alone and marks.untouched([p for p in params if p in self.sums]) else None
