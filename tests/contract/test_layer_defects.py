@@ -746,9 +746,7 @@ def test_a_model_without_known_layers_is_trained_by_the_fallback_or_refused(name
     before = model.matrix.detach().clone()
     passes(model, optimizer, 0)
     if name in ("OGN", "VOGN"):
-        with pytest.raises(
-            ValueError, match=r"counts examples at Linear, .* none of them that is trained: use IVON"
-        ):
+        with pytest.raises(ValueError, match=r"counts examples at Linear, .* none of them that is trained: use IVON"):
             optimizer.step()
         return
     if name == "OGN sampled":
@@ -1090,3 +1088,15 @@ def test_a_layer_that_is_pruned_or_parametrised_during_a_run_takes_the_fallback(
     restore(model[2])
     steps(6, 9)
     assert not optimizer.preconditioner.recorded.read_elsewhere
+
+
+def test_a_pruned_layer_is_not_asked_for_statistics_when_others_have_none() -> None:
+    """Those of its own are due in each step, since it never gets any."""
+    model = network()
+    optimizer = FOOF(model, stats_every=10)
+    for index in range(12):
+        if index == 4:
+            prune.l1_unstructured(model[2], "weight", 0.3)
+        passes(model, optimizer, index)
+        with pytest.warns(UserWarning, match="does not support 2.weight, 2.bias") if index == 4 else nullcontext():
+            optimizer.step()

@@ -267,7 +267,7 @@ class LayerPreconditioner(Preconditioner):
         recorded, observed = self.recorded, self.from_observations
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
-        rest = [layer for layer in rest if self.due(layer, settings[layer])]
+        rest = [one for one in rest if self.due(one, settings[one]) and one.weight not in recorded.read_elsewhere]
         never = labelled and not observed and not any(map(self._has_merged, labelled))
         if never and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
