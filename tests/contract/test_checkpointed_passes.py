@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from bayesgrad.optim import FOOF, OGN, KroneckerFilterFP
 
@@ -129,3 +129,27 @@ def test_examples_in_another_dimension_than_the_first_are_not_taken_for_position
         own = any(p is q for q in model.last.parameters()) or not reentrant
         expected = torch.stack(gradients).square().mean(0) if own else fallback[p]
         torch.testing.assert_close(found[p], expected, rtol=1e-9, atol=1e-16)
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_checkpoints_around_layers_outside_of_the_model_have_passes_of_their_own(name: str) -> None:
+    """As the layers themselves, whatever the model was called with before."""
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+    models, found = [network(), network()], []
+    for model in models:
+        optimizer = RULES[name](model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(data(2, n=5)[0][:, 0])
+            for x, y in map(data, (0, 1)):
+                inputs = x[:, 0].requires_grad_()
+                outputs = checkpoint_sequential(model, 2, inputs, use_reentrant=True) if found else model(inputs)
+                (F.cross_entropy(outputs, y) / 2).backward()
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    for p, q in zip(*found):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

@@ -42,6 +42,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -190,9 +191,7 @@ class LayerRecorder:
         """Identifies the forward pass that a layer is called in; another one if it is called outside of the model."""
         if self.inside:
             return self.begun
-        if torch._C._current_graph_task_id() == -1:
-            return -1 - self.forward_count
-        return self.begun if self.recomputed is None else self.recomputed  # by checkpointing, in the backward pass
+        return -1 - self.forward_count if self.recomputed is None else self.recomputed
 
     def begin_pass(self) -> None:
         if self.began is not None:
@@ -228,14 +227,16 @@ class LayerRecorder:
         """Lets reentrant checkpoints say which pass they recompute: another one may have followed."""
         own, number = weakref.ref(self), self.begun
 
-        def begins(errors: Any) -> None:
+        def note(value: int | None, *_: Any) -> None:
             if (recorder := own()) is not None:
-                recorder.recomputed = number
+                recorder.recomputed = value
 
         some = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
         for node in below(some):
             if node.name() == CHECKPOINT:
-                node.register_prehook(begins)
+                node.register_prehook(partial(note, number))
+                node.register_hook(partial(note, None))
+        self.recomputed = None if some else number  # the tensors of some objects are not found
 
     def forward_pass(self, forward_id: int) -> ForwardPass | None:
         """The shapes of a forward pass; None if the model did not return a tensor with examples."""
