@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.parts import Preconditioner
-from bayesgrad.rules.update import OPTIONAL
+from bayesgrad.rules.update import MOMENTUM, OPTIONAL
 from bayesgrad.shards import any_process, gradient_of, local
 
 
@@ -20,7 +20,7 @@ def initialise(
     """As `BeliefOptimizer.initialise`; deletes state tensors that are not used any more, which would become old."""
     curvature = None if preconditioner else optimizer.rule.curvature
     started = () if curvature is None else curvature.slots  # late in a run, at the current gradient
-    slots = preconditioner.rule.slots(group) if preconditioner else optimizer.slots(group, optimizer.rule)
+    slots = _slots(optimizer, group, preconditioner)
     for p in params:
         entry = optimizer.state[p]
         if "step" not in entry:
@@ -40,6 +40,28 @@ def initialise(
                     f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
                     f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
                 )
+
+
+def _slots(optimizer: Any, group: Mapping[str, Any], preconditioner: Preconditioner | None) -> tuple[str, ...]:
+    return preconditioner.rule.slots(group) if preconditioner else optimizer.slots(group, optimizer.rule)
+
+
+def late_slots(
+    optimizer: Any, group: Mapping[str, Any], params: list[Tensor], preconditioner: Preconditioner | None
+) -> list[tuple[str, ...]]:
+    """The state tensors of each parameter that begin after its first step.
+
+    Deletes those of another rule first, if parameters follow the preconditioner from now on, or no longer: an average
+    of directions is none of gradients.
+    """
+    rule, slots = optimizer.rule, _slots(optimizer, group, preconditioner)
+    learnt = () if rule.curvature is None else (*rule.curvature.slots, *rule.transition.slots)
+    entries = [entry if (entry := optimizer.state.get(p, {})).get("step", 0) else None for p in params]
+    for entry in entries if optimizer.preconditioner is not None and learnt else ():
+        if entry is not None and any(slot in entry for slot in learnt) == (preconditioner is not None):
+            for slot in (*learnt, MOMENTUM):
+                entry.pop(slot, None)
+    return [() if entry is None else tuple(slot for slot in slots if slot not in entry) for entry in entries]
 
 
 def is_requested(optimizer: Any) -> bool:

@@ -355,7 +355,7 @@ class BeliefOptimizer(CheckedOptimizer):
         layout = self._layout(groups, active, directions)
         every = [(owner, group, block) for owner, group, blocks in layout for block in blocks]
         elements = sum(block.elements for *_, block in every)
-        numbers = [one.rule.move.begin(one.scalars(g, int(b.step) + 1), b.begins) for one, g, b in every]
+        numbers = [one.rule.begin(one.scalars(g, int(b.step) + 1), b.begins) for one, g, b in every]
         for group, now in zip(self.param_groups, groups):  # up to here, an error has changed no weight and no counter
             group["base_lr"], group["last_lr"] = now["base_lr"], now["last_lr"]
         for (owner, group, block), scalars in zip(every, numbers):
@@ -373,13 +373,15 @@ class BeliefOptimizer(CheckedOptimizer):
         jobs: list[Job] = []
         for group, params in zip(groups, active):
             _, slots, others = group[PREPARED]
-            rest = [p for p in params if p not in directions] if directions else params
-            jobs.append((self, group, rest, slots))
+            jobs.append((self, group, [p for p in params if p not in directions] if directions else params, slots))
             if self.preconditioner is not None:
                 jobs.append((self.preconditioner, group, [p for p in params if p in directions], others))
 
-        def initialise(owner: Any, group: dict[str, Any], params: list[Tensor]) -> None:
-            self.initialise(group, params, None if owner is self else owner)
+        def initialise(owner: Any, group: dict[str, Any], params: list[Tensor]) -> list[tuple[str, ...]]:
+            other = None if owner is self else owner
+            late = initial_state.late_slots(self, group, params, other)
+            self.initialise(group, params, other)
+            return late
 
         return self._blocks.of(jobs, self.state, initialise)
 

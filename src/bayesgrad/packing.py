@@ -136,22 +136,21 @@ class Layout:
         self,
         jobs: Sequence[Job],
         state: dict[Any, State],
-        initialise: Callable[[Any, dict[str, Any], list[Tensor]], None],
+        initialise: Callable[[Any, dict[str, Any], list[Tensor]], list[tuple[str, ...]]],
     ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
         """The blocks of each job.
 
         Args:
             jobs: whose rule updates the parameters, their group, the parameters, and the names of their state tensors.
             state: the optimizer's.
-            initialise: creates missing state tensors of a job.
+            initialise: creates missing state tensors of a job, and returns the names of those that begin late.
         """
         kept, self.kept = self.kept, []
         for index, (owner, group, params, slots) in enumerate(jobs):
             blocks = kept[index] if index < len(kept) else []
             if not blocks_fit(blocks, params, state, slots):
-                missing = [_missing_late(state.get(p, {}), slots) for p in params]
-                initialise(owner, group, params)
-                keys = [(p.dtype, p.device, float(state[p]["step"]), late) for p, late in zip(params, missing)]
+                late = initialise(owner, group, params)
+                keys = [(p.dtype, p.device, float(state[p]["step"]), some) for p, some in zip(params, late)]
                 blocks = [
                     Block([p for p, k in zip(params, keys) if k == key], state, slots, begins=key[-1])
                     for key in dict.fromkeys(keys)
@@ -218,10 +217,6 @@ def blocks_fit(blocks: list[Block], params: list[Tensor], state: dict[Any, State
     return mine == {id(p) for p in params} and all(
         block.slots == slots and block.holds(block.params, state) for block in blocks
     )
-
-
-def _missing_late(entry: State, slots: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(slot for slot in slots if slot not in entry) if entry.get("step", 0) else ()
 
 
 def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -298,12 +298,32 @@ def test_two_steps_with_one_gradient_are_equal(name: str) -> None:
         torch.testing.assert_close(seen[2][key] - seen[1][key], seen[1][key] - seen[0][key], rtol=1e-9, atol=1e-12)
 
 
+def test_a_penalty_of_biases_from_the_first_step_on_is_preconditioned_in_the_step() -> None:
+    found = []
+    for place in ("step", "backward"):
+        model = network()
+        optimizer = optim.FOOF(
+            model, lr=0.1, max_norm=math.inf, precondition=place, update_every=10**6, stats_every=10**6
+        )
+        for index in range(4):
+            x, y = data(index)
+            optimizer.zero_grad()
+            (cross_entropy(model(x), y) + sum(model[k].bias.square().sum() for k in (0, 2, 4))).backward()
+            optimizer.step()
+        found.append(weights(model))
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-9, atol=1e-12)
+
+
 def squared_slopes(outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     (slopes,) = torch.autograd.grad(outputs.logsumexp(1).sum(), x, create_graph=True)
     return slopes.square().sum(1).mean()
 
 
-@pytest.mark.parametrize("how", ["one pass", "two passes", "two batches", "weights", "weights first"])
+HOW = ["one pass", "two passes", "two batches", "weights", "weights first", "weights in the loss", "biases in the loss"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_terms_of_penalties_are_preconditioned_or_refused(how: str) -> None:
     """The step is that of the gradient of loss and penalty, with the factors of earlier steps."""
     model = network()
@@ -332,6 +352,9 @@ def test_terms_of_penalties_are_preconditioned_or_refused(how: str) -> None:
         terms: list[Any] = [lambda: loss, lambda: of_weights]
         if how == "two batches":
             terms = [lambda: loss, lambda: squared_slopes(model(x), x)]
+        elif how.endswith("in the loss"):
+            some = of_weights if how.startswith("weights") else sum(model[k].bias.square().sum() for k in (0, 2, 4))
+            terms = [lambda: loss + some]
         for term in reversed(terms) if how == "weights first" else terms:
             term().backward()
         with pytest.raises(RuntimeError, match=r"gradient of layer '0' is a sum of terms of which .*'step'"):

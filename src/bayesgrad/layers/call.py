@@ -120,6 +120,12 @@ class Site:
                 return recorder.begun if recorder.inside else recorder.forward_id
         return 0
 
+    def note_hidden(self) -> None:
+        """Called without gradients: perhaps inside of a checkpoint, which will call the module again with them."""
+        for ref, _ in self.recorders:
+            if (recorder := ref()) is not None:
+                recorder.hidden = True
+
     def gradients(
         self,
         op: Operation,
@@ -287,7 +293,11 @@ def is_derived(module: nn.Module, *names: str) -> bool:
 def is_recorded(module: nn.Module, *params: Tensor | None) -> bool:
     """Whether a call of this module with these parameters is recorded."""
     site = module.__dict__.get(SITE)
-    if site is None or not site.recorders or not torch.is_grad_enabled():
+    if site is None or not site.recorders:
+        return False
+    if not torch.is_grad_enabled():
+        if not torch.compiler.is_compiling():
+            site.note_hidden()
         return False
     if not any(p is not None and p.requires_grad for p in params):
         return False

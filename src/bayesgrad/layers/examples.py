@@ -20,11 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bayesgrad import layers
 from bayesgrad.layers.call import SITE, LayerCall, RecordedLayer
+from bayesgrad.layers.graph import below
 from bayesgrad.layers.layout import MIXED, RowLayout
 
 ATTEMPTS = 8  # with other data, if rows without an error leave several possibilities
@@ -70,7 +71,8 @@ class RowLayouts:
     def of(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> LayerCall:
         """A call with its layout; if that is not known, the first dimension must have one index for each example.
 
-        The number of rows of a layer that was searched with another number of them may depend on data.
+        The number of rows of a layer that was searched with another number of them may depend on data. If the graph
+        is hidden, no other dimension must have as many indices: it may be that of examples.
         """
         key, shape = (outputs, group), call.error.shape
         layout = self._found.get((key, call.name, shape))
@@ -79,7 +81,9 @@ class RowLayouts:
             others = [other for where, name, other in self._found if (where, name) == (key, call.name)]
             fits = layers.examples_in(call.module, call.input) == examples
             selected = any(_is_flat(call) or other[:1] != shape[:1] for other in others)
-            layout = RowLayout(1, examples) if fits and not selected else MIXED
+            anywhere = isinstance(call.module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
+            square = key in self._hidden and anywhere and shape[:-1].count(examples) > 1
+            layout = RowLayout(1, examples) if fits and not (selected or square) else MIXED
         return replace(call, layout=layout)
 
     def is_shared(self, call: LayerCall, outputs: torch.Size, group: int) -> bool:
@@ -160,21 +164,9 @@ def _is_flat(call: LayerCall) -> bool:
 
 def _moving(outputs: Iterable[Tensor]) -> set[int]:
     """The handles of recorded layers below an operation that selects or moves rows, perhaps as data tell."""
-    above = [node for node in _below(t.grad_fn for t in outputs) if node.name().startswith(SELECTIONS)]
+    above = [node for node in below(t.grad_fn for t in outputs) if node.name().startswith(SELECTIONS)]
     recorded = f"{RecordedLayer.__name__}Backward"
-    return {node.handle for node in _below(above) if node.name() == recorded}
-
-
-def _below(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of an autograd graph from these on."""
-    left = list(dict.fromkeys(nodes))
-    seen = set(left)
-    while left:
-        node = left.pop()
-        yield node
-        following = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        seen.update(following)
-        left += dict.fromkeys(following)
+    return {node.handle for node in below(above) if node.name() == recorded}
 
 
 class _Constant:
@@ -196,7 +188,7 @@ class _Constant:
 @contextmanager
 def _constant_statistics(outputs: Iterable[Tensor]) -> Iterator[None]:
     """A context in which backward passes treat the statistics of batch normalisation as constants, but for factors."""
-    nodes = [node for node in _below(t.grad_fn for t in outputs) if "BatchNorm" in node.name()]
+    nodes = [node for node in below(t.grad_fn for t in outputs) if "BatchNorm" in node.name()]
     handles = [node.register_hook(_Constant()) for node in nodes]
     try:
         yield

@@ -68,7 +68,9 @@ class GradientMarks:
             counts as untouched: any of them may have a term that the others do not have.
         twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
             that of a gradient penalty, adds terms that the layers do not know.
-        extended: those of them whose gradient has such terms, by its value in the latest pass that began at zero.
+        extended: parameters whose gradient has further terms by its value in the latest pass that began at zero. It is
+            compared in passes with derivatives of gradients, and if it is not in the memory of what the only call of a
+            layer returned: a penalty that some steps have is no reason for the fallback.
         foreign: parameters with a term of a pass in which their layers were not called, as that of a penalty.
         close: removes the hooks.
     """
@@ -104,6 +106,12 @@ class GradientMarks:
     def unexplained(self) -> set[Tensor]:
         return self._unexplained if self._agreed is None else self._agreed
 
+    def exclude(self, params: Iterable[Tensor]) -> None:
+        """Counts gradients as unexplained that layers have no part in."""
+        self._unexplained.update(some := set(params))
+        if self._agreed is not None:
+            self._agreed |= some
+
     def share(self, exchange: Exchange) -> None:
         """Lets all processes know which gradients have more terms than those of their layers."""
 
@@ -130,6 +138,9 @@ class GradientMarks:
             if p not in self._calls or p in self.twice:
                 gradient = gradient.detach().clone() if p._backward_hooks else gradient.detach()  # hooks may change it
                 total = gradient if total is None else total + gradient
+            else:  # of a single call, compared only if autograd adds another term, which it then does in other memory
+                opaque = calls or p in self._opaque or p in self._unexplained or p._backward_hooks
+                total = None if opaque else gradient.detach()
             self._sums[p] = task, calls + 1, total, from_zero, first
 
     def differentiable(self, module: nn.Module) -> None:
@@ -175,13 +186,13 @@ class GradientMarks:
             # Autograd adds further terms in place, or to a copy.
             alone = gradient.data_ptr() == memory and gradient._version == version + calls - 1
             known = alone and calls == self._calls.get(p, calls)
-            explained = True
-            if total is not None:
+            explained, checked = True, p not in self._calls
+            if total is not None and (checked or p in self.twice or not alone):
                 rest = (gradient - total.to(gradient)).norm()
                 eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
                 explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
-            (self.extended.discard if explained or p not in self.twice else self.extended.add)(p)
-            if p not in self._calls:
+            (self.extended.discard if explained else self.extended.add)(p)
+            if checked:
                 self._calls[p] = calls
                 (self._unexplained.discard if explained else self._unexplained.add)(p)
             elif self._is_check_due(p, calls, alone):

@@ -40,8 +40,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -49,12 +50,14 @@ import torch
 import torch._functorch.config
 import torch.compiler.config
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, RecordedLayer, Site, forward, without_hooks
 from bayesgrad.layers.class_dimension import layer_dim
 from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
+from bayesgrad.layers.graph import CHECKPOINT, below, check_graph, explained, graph_nodes
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.operations import CONVOLUTION, LINEAR, TRANSPOSED_LINEAR
 from bayesgrad.shards import FSDP, gathered, owner, unreduced
@@ -114,56 +117,6 @@ class InputHook(Hook):
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def explained(error: RuntimeError) -> RuntimeError:
-    """The error of a backward pass of observed outputs, in our words where the cause is known."""
-    if "donated buffers" in str(error):
-        return RuntimeError(
-            "the model was compiled in a way that allows only one backward pass: build the optimizer before "
-            "torch.compile."
-        )
-    if "backward through the graph a second time" in str(error):
-        return RuntimeError(
-            "a backward pass has freed the graph of these outputs: call observe() before loss.backward()."
-        )
-    return error
-
-
-def check_graph(outputs: Tensor) -> None:
-    """Raises unless gradients can be propagated back from the outputs."""
-    if outputs.grad_fn is None:
-        raise RuntimeError(
-            "the outputs have no autograd graph: compute them with this model and with gradients enabled."
-        )
-
-
-def graph_nodes(outputs: Tensor) -> Iterator[Any]:
-    """The nodes of the autograd graph of a tensor, without those that add to the gradients of leaves.
-
-    Raises:
-        RuntimeError: a part of the graph is hidden.
-    """
-    nodes: list[Any] = [] if outputs.grad_fn is None else [outputs.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            raise RuntimeError(
-                "reentrant activation checkpointing hides layers from observe(): "
-                "pass use_reentrant=False to torch.utils.checkpoint."
-            )
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and not hasattr(following, "variable") and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-
-
-def check_visible(outputs: Tensor) -> None:
-    """Raises if a part of the graph is hidden: torch.autograd.grad would take what it contains as unused."""
-    for _ in graph_nodes(outputs):
-        pass
-
-
 class LayerRecorder:
     """Records inputs and errors of some layers of a model; see the module docstring.
 
@@ -180,6 +133,7 @@ class LayerRecorder:
 
     Attributes:
         inside: whether the model is being called.
+        hidden: whether it has called a layer without gradients, as reentrant activation checkpointing does.
         capture: what receives calls instead, during `backpropagate`.
         captures: minus the number of its calls.
         close: restores the modules; called when the recorder is garbage collected.
@@ -202,7 +156,8 @@ class LayerRecorder:
         self.captures = 0
         self.began, self.returned = began, returned
         self.forward_count = self.begun = 0  # passes, and the latest of the model
-        self.inside = False
+        self.inside = self.hidden = False
+        self.recomputed: int | None = None  # the pass whose layers the backward pass is recomputing, if that is known
         self.current = 0  # the id of the latest forward pass
         self.latest: Callable[[], Tensor | None] = lambda: None  # its outputs
         self.passes: dict[int, ForwardPass] = {}
@@ -234,15 +189,16 @@ class LayerRecorder:
     @property
     def forward_id(self) -> int:
         """Identifies the forward pass that a layer is called in; another one if it is called outside of the model."""
-        recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in the backward pass
-        return self.begun if self.inside or recomputed else -1 - self.forward_count
+        if self.inside:
+            return self.begun
+        return -1 - self.forward_count if self.recomputed is None else self.recomputed
 
     def begin_pass(self) -> None:
         if self.began is not None:
             self.began()
         self.forward_count += 1
         self.begun = self.forward_count
-        self.inside = True
+        self.inside, self.hidden, self.recomputed = True, False, None
         self.current = self.forward_count
         for module in self.layers.values():
             if (site := module.__dict__.get(SITE)) is not None:
@@ -252,6 +208,8 @@ class LayerRecorder:
 
     def end_pass(self, args: tuple, kwargs: dict, output: Any) -> None:
         self.inside = False
+        if self.hidden and torch.is_grad_enabled():
+            self._note_recomputation(output)
         outputs = _output_tensors(output) if torch.is_grad_enabled() else []
         if not outputs:
             return
@@ -264,6 +222,21 @@ class LayerRecorder:
         self.latest = weakref.ref(outputs[0])
         if self.returned is not None and self.capture is None and not alone:  # else recomputed for `backpropagate`
             self.returned(outputs, tuple(given))
+
+    def _note_recomputation(self, output: Any) -> None:
+        """Lets reentrant checkpoints say which pass they recompute: another one may have followed."""
+        own, number = weakref.ref(self), self.begun
+
+        def note(value: int | None, *_: Any) -> None:
+            if (recorder := own()) is not None:
+                recorder.recomputed = value
+
+        some = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+        for node in below(some):
+            if node.name() == CHECKPOINT:
+                node.register_prehook(partial(note, number))
+                node.register_hook(partial(note, None))
+        self.recomputed = None if some else number  # the tensors of some objects are not found
 
     def forward_pass(self, forward_id: int) -> ForwardPass | None:
         """The shapes of a forward pass; None if the model did not return a tensor with examples."""

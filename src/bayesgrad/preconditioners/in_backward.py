@@ -73,11 +73,12 @@ class PreconditionedGradients:
         for layer in [one for one in self._used if not all(map(marks.is_marked, one.members))]:
             self.restart(layer)
         for layer in (one for one in layers if one in self.layers):
-            if layer in self._raw or any(p in marks.foreign for p in layer.members):
+            beside = marks.foreign | marks.extended | marks.unexplained
+            if layer in self._raw or not beside.isdisjoint(layer.members):
                 raise RuntimeError(
                     f"the gradient of layer {layer.names[0]!r} is a sum of terms of which precondition='backward' has "
                     "preconditioned some: use precondition='step' if penalties of weights, or of gradients, have "
-                    "backward passes of their own."
+                    "backward passes of their own, or are added to the loss after the first step."
                 )
 
     def share(self, exchange: Exchange) -> None:

@@ -228,7 +228,7 @@ class LayerPreconditioner(Preconditioner):
         known = self._has_merged(layer) and refresh.fits(entry, self._shapes(layer, group))
         marks = self.recorded.marks
         # A pass with derivatives of gradients adds terms that no layer returns.
-        if not known or layer.weight in marks.unexplained or any(p in marks.twice for p in layer.members):
+        if not known or any(p in marks.unexplained or p in marks.twice for p in layer.members):
             self.done.add_raw(layer)
             return None
         refresh.cast(entry, self.factors, layer.owner, self.on_cpu)
@@ -267,7 +267,7 @@ class LayerPreconditioner(Preconditioner):
         recorded, observed = self.recorded, self.from_observations
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
-        rest = [layer for layer in rest if self.due(layer, settings[layer])]
+        rest = [one for one in rest if self.due(one, settings[one]) and one.weight not in recorded.read_elsewhere]
         never = labelled and not observed and not any(map(self._has_merged, labelled))
         if never and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
@@ -316,7 +316,7 @@ class LayerPreconditioner(Preconditioner):
         known = [layer for layer in current if layer in fresh or self._has_merged(layer)]
         known = [layer for layer in known if layer.weight not in elsewhere]
         if self.done.used:
-            self.done.check(known, recorded.marks)
+            self.done.check(current, recorded.marks)
         lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)

@@ -200,7 +200,7 @@ class Woodbury(NetworkPreconditioner):
             raise self.recorded.missing_observation(
                 "observe() was never called", "call observe(outputs), before loss.backward(), on outputs"
             )
-        lost = (p for p in owners if p in recorded and p not in columns)
+        lost = (p for p in owners if p not in columns and p not in self.optimizer.warned)
         self.recorded.warn_fallback({p for p in lost if has_nonzero_gradient(p)})
         self.gradient_factor = self.recorded.marks.factor() if self.projections else None
         found: dict[Tensor, Direction] = {}

@@ -88,6 +88,10 @@ class Transition(ABC):
         """The scalars `n` that the other methods read, by the number of the step (from 1) and `dynamics`."""
         return {}
 
+    def begin(self, n: dict[str, float], slots: tuple[str, ...]) -> dict[str, float]:
+        """The scalars of the first step with these slots, if it is not the first step of all."""
+        return n
+
     @abstractmethod
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
         """Combines the old state with a new increment.
@@ -325,6 +329,10 @@ class SteadyState(Transition):
     def scalars(self, step: int = 1, *, beta: float, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
         return {"keep": keep, "take": take} | self.of.steady_scalars(**dynamics)
+
+    def begin(self, n: dict[str, float], slots: tuple[str, ...]) -> dict[str, float]:
+        """A debiased average begins with its first value, as in the first step of all."""
+        return {**n, "keep": 0.0, "take": 1.0} if self.debias and "moment" in slots else n
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment

@@ -338,6 +338,12 @@ class UpdateRule:
             n["damping"] = group["damping"]
         return n
 
+    def begin(self, n: dict[str, float], slots: tuple[str, ...]) -> dict[str, float]:
+        """The scalars of the first step with these slots, if others were there before, or another rule."""
+        if not slots:
+            return n
+        return self.move.begin(n if self.curvature is None else self.transition.begin(n, slots), slots)
+
     def __call__(
         self, n: dict[str, Any], weight: Tensor, gradient: Tensor, evidence: Mapping[str, Tensor], memory: Memory
     ) -> Tensor:

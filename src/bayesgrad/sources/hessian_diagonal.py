@@ -14,7 +14,7 @@ from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import Through, adds_to_gradient, without_hooks
-from bayesgrad.layers.recorder import check_visible, graph_nodes
+from bayesgrad.layers.graph import check_visible, graph_nodes
 from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
 from bayesgrad.passes import gradient_versions
 from bayesgrad.shards import any_process, count_of, gathered, has_gradient, part_of, unreduced

@@ -231,10 +231,12 @@ class PerExampleSquares(Source):
         if self.fisher != "empirical":
             return self._observed_squares(params)
         self._square_pending(params)
-        if not self.recorded.recorder.layers:
+        every = [p for m in self.recorded.recorder.layers.values() for p in layers.own_parameters(m).values()]
+        if not self.losses and not any(p.requires_grad or p.grad is not None for p in every):
             raise ValueError(
                 f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
-                "layers, but found none of them: use IVON, or fisher='sampled' or 'exact' with observe(outputs)."
+                "layers, but found none of them that is trained: use IVON, or fisher='sampled' or 'exact' with "
+                "observe(outputs)."
             )
         if not self.losses and any(map(has_nonzero_gradient, params)):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
@@ -242,7 +244,7 @@ class PerExampleSquares(Source):
             raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
         known = marks.unexplained
-        twice = {p for p in marks.twice if p in marks.extended or marks.accumulated_twice(p)}
+        twice = marks.extended | {p for p in marks.twice if marks.accumulated_twice(p)}
         odd = {p for p in self.sums if p in known or p in twice or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
         common = marks.factor() if alone and marks.untouched([p for p in params if p in self.sums]) else None

@@ -61,6 +61,7 @@ class RecordedLayers:
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
+        self.called: set[int] = set()  # ids of the first parameters of layers with a call since the last step
         self.has_classes: dict[Any, bool] = {None: True}  # by likelihood
         self.layers: list[Layer] = []
         mine = self._mine()
@@ -98,6 +99,7 @@ class RecordedLayers:
             return None
         restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
         self.backward_ids[id(own[0])] = call.backward_id
+        self.called.add(id(own[0]))
         return self.receiver.receive(call, restarted)  # pyright: ignore[reportOptionalMemberAccess]
 
     def layer_of(self, module: nn.Module) -> Layer | None:
@@ -239,6 +241,7 @@ class RecordedLayers:
         """Called in each step: raises if a parameter was reshaped, warns once of those that the model no longer has."""
         own = self.optimizer.__class__.__name__
         self.marks.check_values()
+        self._exclude_derived()
         for p, shape in self.shapes.items():
             if p.shape != shape:
                 raise ValueError(
@@ -262,6 +265,14 @@ class RecordedLayers:
                     UserWarning,
                     stacklevel=4,
                 )
+
+    def _exclude_derived(self) -> None:
+        """Leaves layers to the fallback that compute with other tensors since they were pruned or parametrised."""
+        called, self.called = self.called, set()
+        odd = [one for one in self.layers if one.owner in self.marks.foreign and not called & set(map(id, one.members))]
+        if odd:
+            known = {id(module) for _, module in layers.known_layers(self.model) if layers.is_matrix(module)}
+            self.marks.exclude(p for layer in odd if id(layer.module) not in known for p in layer.members)
 
     def in_model_order(self) -> list[Tensor]:
         """The parameters of all groups in the order of the model."""

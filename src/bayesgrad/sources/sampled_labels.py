@@ -12,8 +12,9 @@ from bayesgrad import likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import Through, without_hooks
+from bayesgrad.layers.graph import check_graph, check_visible, explained
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.layers.recorder import check_graph, check_outputs, check_visible, explained
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 from bayesgrad.shards import any_process, gathered, part_of, unreduced
 
