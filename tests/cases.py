@@ -360,7 +360,7 @@ LAYERWISE = (
         bad=(
             ({"eigenvalues": "squares"}, "eigenvalues must be 'factors' or 'gradients', got 'squares'."),
             (
-                {"precondition": "backward"},
+                {"eigenvalues": "gradients", "precondition": "backward"},
                 "eigenvalues='gradients' squares gradients, which precondition='backward' does not form: use "
                 "precondition='step'.",
             ),

@@ -78,19 +78,18 @@ def test_every_public_optimizer_is_in_the_tree() -> None:
     assert all(hasattr(optim, name) or hasattr(samplers, name) for name in public)
 
 
-def code(heading: str) -> str:
-    """The code of one section of the design page."""
+def code(heading: str) -> list[str]:
+    """The blocks of code of one section of the design page."""
     section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    (source,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    return source
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 def test_a_new_optimizer_in_a_dozen_lines() -> None:
     """Precisions add up: P = 1/sigma^2 + sum of (B g)^2, and the step is B g/P."""
-    source = code("A new optimizer in a dozen lines")
+    source, use = code("A new optimizer in a dozen lines")
     assert len([line for line in source.splitlines() if line.strip() and "import" not in line]) <= 14
     page: dict = {}
-    exec(compile(source, str(PAGE), "exec"), page)
+    exec(compile(source + use, str(PAGE), "exec"), page)
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = page["RecursiveBayes"]([weight], batch_size=4, prior_std=2.0)
     gradients = torch.randn(50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -109,7 +108,8 @@ def test_a_new_optimizer_in_a_dozen_lines() -> None:
 def test_a_new_structure_in_one_file() -> None:
     """The block of each parameter is that of the dense Hessian."""
     page: dict = {}
-    exec(compile(code("A new structure in one file"), str(PAGE), "exec"), page)
+    (source,) = code("A new structure in one file")
+    exec(compile(source, str(PAGE), "exec"), page)
     dense = bayesgrad.laplace(page["model"], page["data"], likelihood="categorical", structure="full")
     blocks = bayesgrad.laplace(page["model"], page["data"], likelihood="categorical", structure="block diagonal")
     (whole,) = dense.hessians

@@ -9,8 +9,6 @@ from __future__ import annotations
 import posixpath
 import re
 
-from docutils import nodes
-
 REPOSITORY = "https://github.com/bayesgrad/bayesgrad/blob/main"
 ON_THE_SITE = {"examples/README.md": "docs/gallery/index.rst", "examples/papers/README.md": "docs/gallery/index.rst"}
 
@@ -43,8 +41,10 @@ def rewrite(app, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((\.\./[^)#\s]+)(#[^)\s]+)?\)", target, source[0])
 
 
-def link_figures(app, doctree: nodes.document, docname: str) -> None:
+def link_figures(app, doctree, docname: str) -> None:
     """Sphinx's event doctree-resolved."""
+    from docutils import nodes  # comes with Sphinx, which tests of `linked` do not need
+
     for image in list(doctree.findall(nodes.image)):
         if image["uri"] in app.env.images and isinstance(image.parent, (nodes.paragraph, nodes.section)):
             file = f"_images/{app.env.images[image['uri']][1]}"

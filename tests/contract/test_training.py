@@ -87,6 +87,7 @@ def test_gradients_of_another_dtype_than_the_weights(case: Case) -> None:
 
 
 @elementwise_case
+@pytest.mark.filterwarnings("ignore:the standard deviation of .* is below the spacing of torch")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_wide_gradients_of_narrow_weights_keep_their_precision(case: Case, dtype: torch.dtype) -> None:
     """A large tensor takes the steps of its halves, which are packed with other small ones, beside others."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad_lab.methods import DECOUPLED, METHODS, Build, Method, Setup, built, peer
+from bayesgrad import optim
+from bayesgrad_lab.methods import DECOUPLED, GRADIENT, METHODS, POSITIONS, Build, Method, Setup, built, peer
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration
 
@@ -97,6 +98,12 @@ class Entrant(Method):
     draws_labels: bool = False
 
 
+# Adam's step in the eigenbasis of each layer. The rate is the usual one of SOAP, which takes such steps too.
+_EIGENBASIS = built(
+    optim.KroneckerFilterFP, eigenvalues="gradients", fisher="empirical", **GRADIENT, **POSITIONS, **DECOUPLED
+)
+
+
 def _ours(name: str, **options: Any) -> Entrant:
     one = METHODS[name]
     return Entrant(one.kind, one.title, one.lrs, one.make, ours=True, **options)
@@ -114,7 +121,7 @@ ENTRANTS: Mapping[str, Entrant] = {
         Entrant("shampoo", "Shampoo", (1e-3,), built(_shampoo, **DECOUPLED)),
         _ours("foof"),
         _ours("kfac", draws_labels=True),
-        _ours("kroneckerfp", draws_labels=True),
+        Entrant("kroneckerfp", "KroneckerFilterFP", (3e-3,), _EIGENBASIS, ours=True),
         _ours("adabayesfp"),
         _ours("ivon", to_target=False),
     )

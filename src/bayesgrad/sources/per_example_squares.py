@@ -232,7 +232,7 @@ class PerExampleSquares(Source):
             return self._observed_squares(params)
         self._square_pending(params)
         every = [p for m in self.recorded.recorder.layers.values() for p in layers.own_parameters(m).values()]
-        if not self.losses and not any(p.requires_grad or p.grad is not None for p in every):
+        if params and not self.losses and not any(p.requires_grad or p.grad is not None for p in every):
             raise ValueError(
                 f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
                 "layers, but found none of them that is trained: use IVON, or fisher='sampled' or 'exact' with "
