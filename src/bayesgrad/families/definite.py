@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+INDEFINITE = "a precision, covariance or scale is not positive definite: the parameters do not define a distribution."
+
 
 def cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """As `torch.linalg.cholesky_ex`: the factor, and a number for each matrix that is not 0 if there is none."""
@@ -20,9 +22,7 @@ def cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def cholesky(matrix: Tensor) -> Tensor:
     factor, info = cholesky_ex(matrix)
     if info.any():
-        raise ValueError(
-            "a precision, covariance or scale is not positive definite: the parameters do not define a distribution."
-        )
+        raise ValueError(INDEFINITE)
     return factor
 
 
@@ -32,12 +32,21 @@ def inverted(matrix: Tensor) -> Tensor:
     Raises:
         ValueError: it is not positive definite.
     """
-    return factor_inverse(cholesky(matrix))
+    if matrix.shape[-1] > 1:
+        return factor_inverse(cholesky(matrix))
+    if not (matrix > 0).all():
+        raise ValueError(INDEFINITE)
+    return matrix.reciprocal()
 
 
 def factor_inverse(factor: Tensor) -> Tensor:
     """As `torch.cholesky_inverse`: the inverse of L L' for a factor L."""
     return factor.square().reciprocal() if factor.shape[-1] == 1 else torch.cholesky_inverse(factor)
+
+
+def times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """M v, for plates of both."""
+    return matrix[..., 0] * vector if matrix.shape[-1] == 1 else (matrix @ vector[..., None])[..., 0]
 
 
 def log_abs_det(matrix: Tensor) -> Tensor:
@@ -49,8 +58,11 @@ def is_definite(matrix: Tensor) -> Tensor:
     """Whether a symmetric matrix is finite and positive definite, one boolean per plate."""
     # The factorisation of a numerically singular matrix may succeed, so its pivots are checked too. The inverse of a
     # subnormal number is infinite.
+    limits = torch.finfo(matrix.dtype)
+    if matrix.shape[-1] == 1:
+        return ((matrix > limits.tiny) & (matrix < torch.inf))[..., 0, 0]
     factor, info = cholesky_ex(matrix)
-    pivots, limits = factor.diagonal(dim1=-2, dim2=-1).square(), torch.finfo(matrix.dtype)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     least = (limits.eps * matrix.diagonal(dim1=-2, dim2=-1)).clamp_min(limits.tiny)
     return (info == 0) & (pivots > least).all(-1)
 

@@ -82,6 +82,10 @@ class Family(ABC):
         """
         raise ValueError(f"{type(self).__name__} has no mode that can be computed, so Point does not support it.")
 
+    def statistics_at_mode(self, natural: Parameters) -> Parameters:
+        """T at the maximum of the density."""
+        return self.statistics(self.mode(natural))
+
     def _check_mode(self, natural: Parameters, condition: str) -> None:
         exists = self.has_mode(natural)
         if not exists.all():
@@ -136,6 +140,8 @@ class Family(ABC):
     def part_step(self, natural: Parameters, target: Parameters, rho: float | Tensor) -> Parameters:
         """λ + rho (λ' - λ) for λ' = `target`; rho is a number, or a tensor with one number for each plate."""
         if not isinstance(rho, Tensor):
+            if rho == 1 and all(_alike(a, b) for a, b in zip(natural, target)):
+                return target
             return tuple(torch.lerp(a, b, rho) for a, b in zip(natural, target))
         sizes = [rho[(...,) + (None,) * n] for n in self.event_dims]
         return tuple(torch.lerp(a, b, size) for a, b, size in zip(natural, target, sizes))
@@ -165,7 +171,7 @@ class Family(ABC):
 
     def symmetric(self, parameters: Parameters) -> Parameters:
         """The parameters with symmetrised matrices: derivatives with respect to a symmetric matrix are symmetric."""
-        return tuple((part + part.mT) / 2 if n == 2 else part for part, n in zip(parameters, self.event_dims))
+        return tuple(symmetrised(part) if n == 2 else part for part, n in zip(parameters, self.event_dims))
 
     def check(self, natural: Parameters, what: str = "natural parameters") -> Parameters:
         """Validates parameters and returns them as tensors; numbers and arrays become float64.
@@ -218,3 +224,12 @@ class Family(ABC):
             kind = type(self).__name__
             raise TypeError(f"{what} of {kind} must be floating-point, got {part.dtype}: convert them with .double().")
         return part
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def symmetrised(matrix: Tensor) -> Tensor:
+    """(M + M')/2."""
+    return matrix if matrix.shape[-1] == 1 else (matrix + matrix.mT) / 2

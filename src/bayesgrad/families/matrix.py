@@ -12,7 +12,15 @@ from torch.distributions import Distribution, Independent, MultivariateNormal
 from torch.distributions import Wishart as TorchWishart
 from torch.distributions.constraints import Constraint
 
-from bayesgrad.families.definite import cholesky, factor_inverse, inverted, is_definite, log_abs_det, log_det_divergence
+from bayesgrad.families.definite import (
+    cholesky,
+    factor_inverse,
+    inverted,
+    is_definite,
+    log_abs_det,
+    log_det_divergence,
+    times,
+)
 from bayesgrad.families.digamma import (
     LOG_2PI,
     log_minus_digamma,
@@ -23,7 +31,7 @@ from bayesgrad.families.digamma import (
     stirling_divergence,
     stirling_remainder,
 )
-from bayesgrad.families.family import Family, Parameters
+from bayesgrad.families.family import Family, Parameters, symmetrised
 from bayesgrad.families.positive import log_gamma_samples
 from bayesgrad.noise import randn
 
@@ -220,14 +228,17 @@ class NormalWishart(Family):
         return x[..., 0], x[..., 1:]
 
     def log_partition(self, natural: Parameters) -> Tensor:
-        location, confidence, wishart = self.parts(natural)
-        return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log())
+        location, confidence, wishart = self._rows(natural)
+        return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log()).sum(-1)
 
     def mean(self, natural: Parameters) -> Parameters:
         location, confidence, wishart = self.parts(natural)
         volume, precision = Wishart().mean(wishart)
-        push = (precision @ location[..., None])[..., 0]
+        push = self._push(location, precision)
         return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
+
+    def _push(self, mean: Tensor, precision: Tensor) -> Tensor:
+        return times(precision, mean)
 
     def _rows(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
         """`parts`, with locations (..., J, P) and confidences (..., J) also for one mean, J = 1."""
@@ -277,30 +288,38 @@ class NormalWishart(Family):
         return (natural[1] < 0) & Wishart().in_domain(self.parts(natural)[2])
 
     def statistics(self, x: Tensor) -> Parameters:
-        mean, precision = self.unpack(x)
-        push = (precision @ mean[..., None])[..., 0]
+        return self._statistics(*self.unpack(x))
+
+    def statistics_at_mode(self, natural: Parameters) -> Parameters:
+        return self._statistics(*self._mode(natural))
+
+    def _statistics(self, mean: Tensor, precision: Tensor) -> Parameters:
+        push = self._push(mean, precision)
         return push, (mean * push).sum(-1), precision, log_abs_det(precision)
 
     def has_mode(self, natural: Parameters) -> Tensor:
         return self.in_domain(natural) & (natural[3] > 0)
 
     def mode(self, natural: Parameters) -> Tensor:
+        return self.pack(*self._mode(natural))
+
+    def _mode(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """m0 and (nu - P) V; for J means, (nu - P - 1 + J) V."""
         if not (natural[3] > 0).all():  # other violations raise in the Cholesky factorisation
             self._check_mode(natural, f"more than {self.min_degrees} degrees of freedom")
         location, _, _, scale = self.standard_parameters(natural)
-        return self.pack(location, 2 * natural[3][..., None, None] * scale)
+        return location, 2 * natural[3][..., None, None] * scale
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         location, confidence, *wishart = self.standard_parameters(natural)
         return _NormalWishart(location[..., None, :], confidence[..., None], *wishart)
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        location, confidence, wishart = self.parts(natural)
+        location, confidence, wishart = self._rows(natural)
         root = Wishart()._root(wishart, count, generator)
-        noise = randn(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
-        mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
-        return self.pack(mean, root @ root.mT)
+        noise = randn((*root.shape[:-2], *location.shape[-2:]), root, generator) / confidence.sqrt()[..., None]
+        mean = location + torch.linalg.solve_triangular(root.mT, noise.mT, upper=True).mT
+        return TiedNormalWishart().pack(mean, root @ root.mT)
 
 
 class TiedNormalWishart(NormalWishart):
@@ -347,15 +366,8 @@ class TiedNormalWishart(NormalWishart):
         J = x.shape[-1] - x.shape[-2]
         return x[..., :J].mT, x[..., J:]
 
-    def log_partition(self, natural: Parameters) -> Tensor:
-        location, confidence, wishart = self.parts(natural)
-        return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log()).sum(-1)
-
-    def mean(self, natural: Parameters) -> Parameters:
-        location, confidence, wishart = self.parts(natural)
-        volume, precision = Wishart().mean(wishart)
-        push = location @ precision
-        return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
+    def _push(self, mean: Tensor, precision: Tensor) -> Tensor:
+        return mean @ precision
 
     def natural(self, mean: Parameters) -> Parameters:
         """See `Wishart.natural`."""
@@ -375,25 +387,13 @@ class TiedNormalWishart(NormalWishart):
         confident = ((natural[1] < 0) & (natural[1] > -math.inf)).all(-1)
         return confident & Wishart().in_domain(self.parts(natural)[2])
 
-    def statistics(self, x: Tensor) -> Parameters:
-        mean, precision = self.unpack(x)
-        push = mean @ precision
-        return push, (mean * push).sum(-1), precision, log_abs_det(precision)
-
     def to_distribution(self, natural: Parameters) -> Distribution:
         return _NormalWishart(*self.standard_parameters(natural))
-
-    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        location, confidence, wishart = self.parts(natural)
-        root = Wishart()._root(wishart, count, generator)
-        noise = randn((count, *location.shape), root, generator) / confidence.sqrt()[..., None]
-        mean = location + torch.linalg.solve_triangular(root.mT, noise.mT, upper=True).mT
-        return self.pack(mean, root @ root.mT)
 
     def symmetric(self, parameters: Parameters) -> Parameters:
         """The parameters with symmetrised matrices; the locations (J, P) are not a symmetric matrix."""
         first, second, third, fourth = parameters
-        return first, second, (third + third.mT) / 2, fourth
+        return first, second, symmetrised(third), fourth
 
 
 class _NormalWishart(Distribution):

@@ -57,7 +57,7 @@ class Point(Family):
         return self.family.dot(natural, self.family.statistics(x)) + self.family.log_base(x)
 
     def mean(self, natural: Parameters) -> Parameters:
-        return self.family.statistics(self.family.mode(natural))
+        return self.family.statistics_at_mode(natural)
 
     def natural(self, mean: Parameters) -> Parameters:
         """

@@ -24,6 +24,7 @@ from bayesgrad.families.digamma import (
     stirling_remainder,
 )
 from bayesgrad.families.family import Family, Parameters
+from bayesgrad.families.gaussian import extremes
 
 
 class Gamma(Family):
@@ -185,7 +186,8 @@ class Dirichlet(Family):
         return (x.log(),)
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return self.in_domain(natural) & (natural[0] >= 0).all(-1) & (natural[0] > 0).any(-1)
+        low, high = extremes(natural[0])
+        return (low >= 0) & (high > 0) & (high < math.inf)
 
     def mode(self, natural: Parameters) -> Tensor:
         """(alpha - 1)/Σ(alpha - 1)."""
