@@ -13,7 +13,7 @@ from bayesgrad.families import Categorical, Dirichlet, Parameters, Point
 from bayesgrad.inference import Chunked, Expected, Factor, LatentVariableFactor, Node, Prior, elbo, message, run, step
 from bayesgrad.models import GaussianMixture
 from bayesgrad.models.covariances import COVARIANCES, Covariance
-from bayesgrad.models.mixture_factor import MixtureFactor
+from bayesgrad.models.mixture_factor import MixtureFactor, Rows
 
 K, P, N = 3, 2, 25
 LOG_2PI = torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
@@ -73,7 +73,7 @@ def explicit(kind: str, nodes: list[Node], data: Tensor, scale: float = 1.0) -> 
 def test_value_and_messages_are_those_of_indicators_at_their_best(kind: str, points: bool) -> None:
     covariance, data = COVARIANCES[kind], rows()
     nodes, _ = parameters(covariance, data, points)
-    collapsed = MixtureFactor(*nodes, covariance, data)
+    collapsed = MixtureFactor(*nodes, Rows(data, covariance, K))
     indicators, joint = explicit(kind, nodes, data)
     step(indicators, [joint])
     assert_close(collapsed.value(), joint.value() + indicators.entropy, rtol=1e-12, atol=0)
@@ -89,7 +89,7 @@ def test_sweeps_are_those_with_indicators(kind: str, points: bool) -> None:
     covariance, data = COVARIANCES[kind], rows()
     nodes, priors = parameters(covariance, data, points)
     twins, others = parameters(covariance, data, points)
-    collapsed = MixtureFactor(*nodes, covariance, data)
+    collapsed = MixtureFactor(*nodes, Rows(data, covariance, K))
     indicators, joint = explicit(kind, twins, data)
     for _ in range(5):
         step(nodes, [*priors, collapsed], schedule="parallel")
@@ -111,7 +111,7 @@ def test_a_batch_with_scale_is_a_batch_of_scaled_indicators() -> None:
     for t in range(1, 5):
         batch, rho = data[t::5], (t + 1.0) ** -0.7
         scale = N / len(batch)
-        collapsed = MixtureFactor(*nodes, covariance, batch, scale=scale)
+        collapsed = MixtureFactor(*nodes, Rows(batch, covariance, K), scale=scale)
         indicators, joint = explicit("full", twins, batch, scale)
         step(indicators, [joint])
         bound = elbo([indicators, *twins], [*others, joint])
@@ -127,8 +127,8 @@ def test_a_batch_with_scale_is_a_batch_of_scaled_indicators() -> None:
 def test_chunks_add_up(kind: str) -> None:
     covariance, data = COVARIANCES[kind], rows()
     nodes, priors = parameters(covariance, data)
-    whole = MixtureFactor(*nodes, covariance, data)
-    chunked = Chunked([MixtureFactor(*nodes, covariance, part) for part in data.split(7)])
+    whole = MixtureFactor(*nodes, Rows(data, covariance, K))
+    chunked = Chunked([MixtureFactor(*nodes, Rows(part, covariance, K)) for part in data.split(7)])
     assert_close(chunked.value(), whole.value(), rtol=1e-13, atol=0)
     for node in nodes:
         for found, expected in zip(message(node, [*priors, chunked]), message(node, [*priors, whole])):
@@ -142,14 +142,14 @@ def test_long_data_are_read_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch
     """Piece by piece, the last one shorter, as in one; in one buffer, or with features that are kept."""
     covariance, data = COVARIANCES[kind], rows(count=1000)
     nodes, _ = parameters(covariance, data)
-    whole = MixtureFactor(*nodes, covariance, data, blur=0.1)
-    assert [part.shape[1] for part in whole.columns] == [1000]
+    whole = MixtureFactor(*nodes, Rows(data, covariance, K, 0.1))
+    assert [part.shape[1] for part in whole.rows.columns] == [1000]
     monkeypatch.setattr("bayesgrad.models.covariances.CHUNK", 1)
     for most in (1 << 20, 1):
         monkeypatch.setattr("bayesgrad.models.mixture_factor.KEPT", most)
-        pieces = MixtureFactor(*nodes, covariance, data, blur=0.1)
-        assert (pieces._kept is None) == (most == 1)
-        assert [part.shape[1] for part in pieces.columns] == [256, 256, 256, 232]
+        pieces = MixtureFactor(*nodes, Rows(data, covariance, K, 0.1))
+        assert (pieces.rows.kept is None) == (most == 1)
+        assert [part.shape[1] for part in pieces.rows.columns] == [256, 256, 256, 232]
         assert_close(pieces.value(), whole.value(), rtol=1e-13, atol=0)
         for node in nodes:
             for found, expected in zip(pieces.message(node), whole.message(node)):
@@ -172,9 +172,9 @@ def test_a_shared_matrix_is_multiplied_once_however_many_components() -> None:
     for kind in ("tied", "full"):
         model = GaussianMixture(4, covariance_type=kind, reg_covar=1.0, max_iter=1, tol=0, random_state=0).fit(data)
         weights, components = model._nodes
-        factor = MixtureFactor(weights, components, COVARIANCES[kind], data)
-        assert factor._wide
-        factor.columns = (data,)
+        factor = MixtureFactor(weights, components, Rows(data, COVARIANCES[kind], 4))
+        assert factor.rows.wide
+        factor.rows.columns = (data,)
         with Products() as products:
             factor.evaluate()
         counts.append(products.large)
@@ -189,12 +189,12 @@ def test_wide_rows_are_read_by_matrices(kind: str, points: bool, monkeypatch: py
     data = torch.cat([rows(seed, count=700) for seed in range(4)], 1)  # (700, 8)
     monkeypatch.setattr(f"{__name__}.P", 8)
     nodes, _ = parameters(covariance, data, points)
-    whole = MixtureFactor(*nodes, covariance, data, blur=0.1)
+    whole = MixtureFactor(*nodes, Rows(data, covariance, K, 0.1))
     monkeypatch.setattr("bayesgrad.models.covariances.CHUNK", 1)
-    wide = MixtureFactor(*nodes, covariance, data, blur=0.1)
-    assert wide._wide
-    assert not whole._wide
-    assert len(wide.columns) == 3
+    wide = MixtureFactor(*nodes, Rows(data, covariance, K, 0.1))
+    assert wide.rows.wide
+    assert not whole.rows.wide
+    assert len(wide.rows.columns) == 3
     assert_close(wide.value(), whole.value(), rtol=1e-12, atol=0)
     for node in nodes:
         for found, expected in zip(wide.message(node), whole.message(node)):
@@ -231,7 +231,7 @@ def test_the_bound_never_falls(kind: str, points: bool, seed: int) -> None:
     """Whole sweeps and shorter steps, from random starts, with rows that are blurred."""
     covariance, data = COVARIANCES[kind], rows(seed)
     nodes, priors = parameters(covariance, data, points)
-    factors = [*priors, MixtureFactor(*nodes, covariance, data, blur=0.01)]
+    factors = [*priors, MixtureFactor(*nodes, Rows(data, covariance, K, 0.01))]
     for rho in (1.0, 0.5):
         bounds = np.array(run(nodes, factors, 12, rho, tolerance=0, schedule="parallel").elbos)
         assert (np.diff(bounds) > -1e-10).all()

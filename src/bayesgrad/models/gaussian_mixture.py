@@ -21,7 +21,7 @@ from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models import chained, checks
 from bayesgrad.models.covariances import COVARIANCES, Components, Covariance
 from bayesgrad.models.latent import Latent
-from bayesgrad.models.mixture_factor import MixtureFactor
+from bayesgrad.models.mixture_factor import MixtureFactor, Rows
 
 METHODS = ("em", "vmp", "svi")
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
@@ -118,7 +118,7 @@ class GaussianMixture(DensityMixin, Latent):
 
     # --- validation ---
 
-    def _read(self, X: Any, *, reset: bool) -> Tensor:
+    def _read(self, X: Any, *, reset: bool) -> Rows:
         if reset:
             self._check_settings()
         rows = self._rows_of(X, reset=reset)
@@ -133,7 +133,7 @@ class GaussianMixture(DensityMixin, Latent):
         rows = rows - self._centre.to(rows)
         if reset and not _is_em(self):
             self._set_priors(rows)
-        return rows
+        return Rows(rows, self._covariance, self.n_components, self.reg_covar)
 
     def _rows_of(self, X: Any, *, reset: bool) -> Tensor:
         return checks.as_finite(self._validated(X, reset=reset, ensure_min_samples=1 + reset), X)
@@ -202,19 +202,19 @@ class GaussianMixture(DensityMixin, Latent):
     def _covariance(self) -> Covariance:
         return COVARIANCES[self.covariance_type]
 
-    def _start(self, data: Tensor, random: np.random.RandomState) -> list[Node]:
+    def _start(self, data: Rows, random: np.random.RandomState) -> list[Node]:
         some = max(10 * self.batch_size, 200 * self.n_components)
         rows = (
             data[random.choice(len(data), some, replace=False)] if self._uses_batches() and some < len(data) else data
         )
         total = max(len(data), self.total_samples or 0)
-        sums = self._covariance.sums(rows, self._shares(rows, random), self.reg_covar) * (total / len(rows))
+        sums = rows.sums(self._shares(rows.rows, random)) * (total / len(rows))
         families: list[Family] = [Dirichlet(), self._covariance.family]
         if _is_em(self):
             families = [Point(family) for family in families]
-            found = self._given(sums, self._repaired(families[1], sums, rows.shape[1]))
+            found = self._given(sums, self._repaired(families[1], sums, self.n_features_in_))
         else:
-            own = self._given(sums, self._covariance.message(sums, rows.shape[1]))
+            own = self._given(sums, self._covariance.message(sums, self.n_features_in_))
             found = [tuple(a + b for a, b in zip(*pair)) for pair in zip(own, self._priors_known)]
         return [Node(f, n, name=name) for f, n, name in zip(families, found, ("weights", "components"))]
 
@@ -292,9 +292,9 @@ class GaussianMixture(DensityMixin, Latent):
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         return [] if _is_em(self) else [Prior(node, natural) for node, natural in zip(nodes, self._priors_known)]
 
-    def _data_factor(self, data: Tensor, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
+    def _data_factor(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         weights, components = nodes
-        return MixtureFactor(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
+        return MixtureFactor(weights, components, data, scale=scale)
 
     def _sort_components(self, nodes: Sequence[Node]) -> None:
         weights, components = nodes

@@ -1,11 +1,14 @@
-"""The factor of rows that come from a mixture."""
+"""Rows that come from a mixture, and their factor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bayesgrad.families import Parameters
 from bayesgrad.inference import LatentVariableFactor, Node
@@ -14,6 +17,49 @@ from bayesgrad.models.covariances import WIDE, Covariance, Full, Tied, packed, t
 from bayesgrad.models.designs import weighted_gram
 
 KEPT = 1 << 20  # number of features that are kept between sweeps
+
+
+class Rows:
+    """Rows and their features, which the start and all sweeps share.
+
+    Args:
+        rows: (n, P).
+        count: K.
+        blur: rows count as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance is at least
+            blur I, and the value remains a bound.
+    """
+
+    def __init__(self, rows: Tensor, covariance: Covariance, count: int, blur: float = 0.0) -> None:
+        self.rows, self.covariance, self.count, self.blur = rows, covariance, count, blur
+        self.columns, size = covariance.chunks(rows), rows.shape[1]
+        self.wide = isinstance(covariance, Full) and len(self.columns) > 1 and size > WIDE * count
+        if self.wide:
+            self.columns = rows.split(max(256, covariances.CHUNK // size))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, places: Any) -> Rows:
+        return Rows(self.rows[places], self.covariance, self.count, self.blur)
+
+    @cached_property
+    def kept(self) -> Tensor | None:
+        """The features of all rows, (D, n), if they are few."""
+        few = not self.wide and len(self) * self.covariance.width(self.rows.shape[1]) <= KEPT
+        return self.covariance.features(self.rows.mT, self.blur) if few else None
+
+    def features(self) -> Iterable[Tensor]:
+        """Features (D, n) of a few rows at a time, in memory that the next ones overwrite."""
+        if self.kept is not None:
+            return [self.kept]
+        buffer = self.covariance.buffer(self.columns[0])
+        return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
+
+    def sums(self, shares: Tensor) -> Tensor:
+        """Features summed with weights `shares` (K, n), (K, D)."""
+        if self.kept is None:
+            return self.covariance.sums(self.rows, shares, self.blur)
+        return shares @ self.kept.mT
 
 
 class MixtureFactor(LatentVariableFactor):
@@ -26,57 +72,41 @@ class MixtureFactor(LatentVariableFactor):
 
     Args:
         weights, components: a Dirichlet node and a node of the covariance's family, or `Point` of them.
-        rows: (n, P).
-        blur: rows count as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance is at least
-            blur I, and the value remains a bound.
 
     Reference: Bishop, 2006, section 10.2; Khan and Rue 2023, sections 5.2 and 5.3.
     Checked by: tests/equations/test_latent_variable.py.
     """
 
-    def __init__(
-        self,
-        weights: Node,
-        components: Node,
-        covariance: Covariance,
-        rows: Tensor,
-        *,
-        blur: float = 0.0,
-        scale: float = 1.0,
-    ) -> None:
+    def __init__(self, weights: Node, components: Node, rows: Rows, *, scale: float = 1.0) -> None:
         super().__init__(weights, components, scale=scale)
-        self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
-        self.columns, count = covariance.chunks(rows), weights.natural[0].shape[-1]
-        self._wide = isinstance(covariance, Full) and len(self.columns) > 1 and self.size > WIDE * count
-        if self._wide:
-            self.columns = rows.split(max(256, covariances.CHUNK // self.size))
-        small = not self._wide and len(rows) * covariance.width(self.size) <= KEPT
-        self._kept = [covariance.features(rows.mT, blur)] if small else None
+        self.rows, self.size = rows, rows.rows.shape[1]
 
     def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
-        weights, components = self.nodes
-        coefficients = self.covariance.coefficients(components.mean)
-        coefficients[:, 0] += weights.mean[0]
-        total, sums = self._by_matrices(coefficients) if self._wide else self._by_features(coefficients)
-        return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
+        (weights, components), covariance = self.nodes, self.rows.covariance
+        coefficients = covariance.coefficients(components.mean)
+        coefficients[:, 0].add_(weights.mean[0])
+        total, sums = self._by_matrices(coefficients) if self.rows.wide else self._by_features(coefficients)
+        return total, {weights: (sums[:, 0],), components: covariance.message(sums, self.size)}
 
     def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """The bound, and the weighted sums of features."""
+        count = len(coefficients)
+        coefficients = pad(coefficients, (0, 0, 0, _idle(count)))  # zeros, and so are the shares of these
         total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
-        for features in self._kept or self._features():
+        for features in self.rows.features():
             shares = coefficients @ features  # (K, n)
-            total += _normalise(shares)
+            total += _normalise(shares[:count])
             sums.addmm_(shares, features.mT)
-        return total, sums
+        return total, sums[:count]
 
     def _by_matrices(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """The same without products of columns, which take too long for many columns and few components."""
-        K, P = len(coefficients), self.size
+        K, P, blur = len(coefficients), self.size, self.rows.blur
         matrices = coefficients[:, triangle_of(P, coefficients.device).unpacked].view(K, P, P) / 2
-        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).mul_(2).sum(1, keepdim=True)
+        constant = coefficients[:, :1] + blur * matrices.diagonal(dim1=-2, dim2=-1).mul_(2).sum(1, keepdim=True)
         first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
-        second, tied = torch.zeros_like(matrices), isinstance(self.covariance, Tied)  # the first one gets their sum
-        for rows in self.columns:
+        second, tied = torch.zeros_like(matrices), isinstance(self.rows.covariance, Tied)  # the first gets their sum
+        for rows in self.rows.columns:
             forms = [(rows @ matrix).mul_(rows).sum(1) for matrix in (matrices[:1] if tied else matrices)]
             shares = torch.stack(forms) + constant
             total += _normalise(shares.addmm_(coefficients[:, 1 : P + 1], rows.mT))
@@ -84,11 +114,13 @@ class MixtureFactor(LatentVariableFactor):
             first[:, 1:].addmm_(shares, rows)
             for own, weights in zip(second, shares.sum(0, keepdim=True) if tied else shares):
                 own += weighted_gram(rows, weights)
-        return total, packed(first, second, self.blur)
+        return total, packed(first, second, blur)
 
-    def _features(self) -> Iterator[Tensor]:
-        buffer = self.covariance.buffer(self.columns[0])
-        return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
+
+def _idle(count: int) -> int:
+    """The number of components to add to those of a product: it takes four rows at a time, and two or three that are
+    left over take longer than four."""
+    return -count % 4 if count > 2 and count % 4 > 1 else 0
 
 
 def _normalise(logits: Tensor) -> Tensor:
