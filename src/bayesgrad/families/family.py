@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ class Family(ABC):
                 raise ValueError(
                     f"{what} of {name} need {self.event_dims} dimensions or more, got {tuple(part.shape)}."
                 )
-        if any(not (torch.isfinite(part) | ((part == -torch.inf) & self.minus_infinity)).all() for part in natural):
+        if not all(self._finite(part) for part in natural):
             raise ValueError(f"{what} of {name} must be finite, got NaN or infinity.")
         try:
             in_domain = self.in_domain(natural)
@@ -205,14 +206,20 @@ class Family(ABC):
             raise ValueError(f"{what} of {name} must have matching shapes, got {shapes}.") from error
         even = zip(natural, self.symmetric(natural))
         rounding = torch.finfo(natural[0].dtype).eps ** 0.5
-        close = [torch.allclose(a, b, rtol=0, atol=a.abs().max().item() * rounding) for a, b in even if a.numel()]
-        if not all(close):
+        pairs = [(a, b) for a, b in even if a is not b and a.numel()]
+        if not all(torch.allclose(a, b, rtol=0, atol=a.abs().max().item() * rounding) for a, b in pairs):
             raise ValueError(f"{what} of {name} must have symmetric matrices, got asymmetric ones.")
         if not in_domain.all():
             wrong = int((~in_domain).sum())
             where = f"{wrong} of {in_domain.numel()} are not valid" if in_domain.dim() else "they are not valid"
             raise ValueError(f"{what} of {name} must define a distribution{self.domain}; {where}.")
         return natural
+
+    def _finite(self, part: Tensor) -> bool:
+        if not part.numel():
+            return True
+        low, high = (float(value) for value in torch.aminmax(part.detach()))  # both are NaN if a number is
+        return high < math.inf and (low > -math.inf or self.minus_infinity)
 
     def _tensor(self, part: Any, what: str) -> Tensor:
         if not isinstance(part, Tensor):

@@ -19,6 +19,7 @@ from bayesgrad.families.definite import (
     is_definite,
     log_abs_det,
     log_det_divergence,
+    plus_square,
     times,
 )
 from bayesgrad.families.digamma import (
@@ -214,10 +215,8 @@ class NormalWishart(Family):
     def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
         """Location, confidence, and the natural parameters of the Wishart distribution of the precision."""
         confidence = -2 * natural[1]
-        location = natural[0] / confidence[..., None]
-        root = location * confidence[..., None].sqrt()
-        square = torch.addcmul(natural[2], root[..., :, None], root[..., None, :], value=0.5)
-        return location, confidence, (natural[3] - 0.5, square)
+        location = natural[0] / (weight := confidence[..., None])
+        return location, confidence, (natural[3] - 0.5, plus_square(natural[2], location, weight))
 
     def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
         """[m Λ]."""
@@ -307,8 +306,8 @@ class NormalWishart(Family):
         """m0 and (nu - P) V; for J means, (nu - P - 1 + J) V."""
         if not (natural[3] > 0).all():  # other violations raise in the Cholesky factorisation
             self._check_mode(natural, f"more than {self.min_degrees} degrees of freedom")
-        location, _, _, scale = self.standard_parameters(natural)
-        return location, 2 * natural[3][..., None, None] * scale
+        location, _, (_, square) = self.parts(natural)
+        return location, natural[3][..., None, None] * inverted(-square)
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         location, confidence, *wishart = self.standard_parameters(natural)

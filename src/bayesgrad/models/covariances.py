@@ -60,8 +60,12 @@ class Covariance(ABC):
         """(D, n), written to `out` if it is given: allocating memory takes longer than the sums."""
         size, count = columns.shape
         out = self.buffer(columns) if out is None else out[:, :count]
-        out[0] = 1
         out[1 : size + 1] = columns
+        return self.completed(out, size, blur)
+
+    def completed(self, out: Tensor, size: int, blur: float) -> Tensor:
+        """Features of which x, (P, n), has been written."""
+        out[0] = 1
         self.fill(out[size + 1 :], out[1 : size + 1], blur)
         return out
 

@@ -130,10 +130,10 @@ class GaussianMixture(DensityMixin, Latent):
                 )
             self._centre = checks.near_mean(rows)
             self._remember_kind(X)
-        rows = rows - self._centre.to(rows)
+        data = Rows(rows, self._covariance, self.n_components, self.reg_covar, self._centre.to(rows))
         if reset and not _is_em(self):
-            self._set_priors(rows)
-        return Rows(rows, self._covariance, self.n_components, self.reg_covar)
+            self._set_priors(data.rows)
+        return data
 
     def _rows_of(self, X: Any, *, reset: bool) -> Tensor:
         return checks.as_finite(self._validated(X, reset=reset, ensure_min_samples=1 + reset), X)
@@ -142,8 +142,7 @@ class GaussianMixture(DensityMixin, Latent):
         checks.require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
         checks.require_positive_integer(n_components=self.n_components)
         checks.require_non_negative(reg_covar=self.reg_covar)
-        priors = [name for name in self.get_params(deep=False) if name.endswith("_prior")]
-        given = [name for name in priors if getattr(self, name) is not None]
+        given = [name for name, value in vars(self).items() if name.endswith("_prior") and value is not None]
         if _is_em(self) and given:
             raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")
 

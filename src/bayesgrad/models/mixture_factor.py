@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bayesgrad.families import Parameters
 from bayesgrad.inference import LatentVariableFactor, Node
@@ -27,14 +26,19 @@ class Rows:
         count: K.
         blur: rows count as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance is at least
             blur I, and the value remains a bound.
+        centre: subtracted from each row, (P,).
     """
 
-    def __init__(self, rows: Tensor, covariance: Covariance, count: int, blur: float = 0.0) -> None:
-        self.rows, self.covariance, self.count, self.blur = rows, covariance, count, blur
-        self.columns, size = covariance.chunks(rows), rows.shape[1]
-        self.wide = isinstance(covariance, Full) and len(self.columns) > 1 and size > WIDE * count
-        if self.wide:
-            self.columns = rows.split(max(256, covariances.CHUNK // size))
+    def __init__(
+        self, rows: Tensor, covariance: Covariance, count: int, blur: float = 0.0, centre: Tensor | float = 0.0
+    ) -> None:
+        self.covariance, self.count, self.blur, size = covariance, count, blur, rows.shape[1]
+        self.wide = isinstance(covariance, Full) and len(covariance.chunks(rows)) > 1 and size > WIDE * count
+        few = not self.wide and len(rows) * covariance.width(size) <= KEPT
+        self._memory = covariance.buffer(rows.mT) if few else None
+        own = None if self._memory is None else self._memory[1 : size + 1].mT  # rows are among their features
+        self.rows = rows = torch.sub(rows, centre, out=own)
+        self.columns = rows.split(max(256, covariances.CHUNK // size)) if self.wide else covariance.chunks(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -45,8 +49,9 @@ class Rows:
     @cached_property
     def kept(self) -> Tensor | None:
         """The features of all rows, (D, n), if they are few."""
-        few = not self.wide and len(self) * self.covariance.width(self.rows.shape[1]) <= KEPT
-        return self.covariance.features(self.rows.mT, self.blur) if few else None
+        if self._memory is None:
+            return None
+        return self.covariance.completed(self._memory, self.rows.shape[1], self.blur)
 
     def features(self) -> Iterable[Tensor]:
         """Features (D, n) of a few rows at a time, in memory that the next ones overwrite."""
@@ -90,8 +95,9 @@ class MixtureFactor(LatentVariableFactor):
 
     def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """The bound, and the weighted sums of features."""
-        count = len(coefficients)
-        coefficients = pad(coefficients, (0, 0, 0, _idle(count)))  # zeros, and so are the shares of these
+        count, width = coefficients.shape
+        if idle := _idle(count):
+            coefficients = torch.cat([coefficients, coefficients.new_zeros(idle, width)])  # their shares are zero too
         total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
         for features in self.rows.features():
             shares = coefficients @ features  # (K, n)
