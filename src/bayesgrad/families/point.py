@@ -53,8 +53,8 @@ class Point(Family):
         return self.family.event_dims
 
     def log_partition(self, natural: Parameters) -> Tensor:
-        x = self.family.mode(natural)
-        return self.family.dot(natural, self.family.statistics(x)) + self.family.log_base(x)
+        inner = self.family.dot(natural, self.mean(natural))
+        return inner if self.constant_base else inner + self.expected_log_base(natural)
 
     def mean(self, natural: Parameters) -> Parameters:
         return self.family.statistics_at_mode(natural)

@@ -64,7 +64,7 @@ class Rows:
         """Features summed with weights `shares` (K, n), (K, D)."""
         if self.kept is None:
             return self.covariance.sums(self.rows, shares, self.blur)
-        return shares @ self.kept.mT
+        return (_in_fours(shares) @ self.kept.mT)[: len(shares)]
 
 
 class MixtureFactor(LatentVariableFactor):
@@ -95,9 +95,7 @@ class MixtureFactor(LatentVariableFactor):
 
     def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """The bound, and the weighted sums of features."""
-        count, width = coefficients.shape
-        if idle := _idle(count):
-            coefficients = torch.cat([coefficients, coefficients.new_zeros(idle, width)])  # their shares are zero too
+        count, coefficients = len(coefficients), _in_fours(coefficients)  # shares of added components are zero too
         total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
         for features in self.rows.features():
             shares = coefficients @ features  # (K, n)
@@ -123,10 +121,11 @@ class MixtureFactor(LatentVariableFactor):
         return total, packed(first, second, blur)
 
 
-def _idle(count: int) -> int:
-    """The number of components to add to those of a product: it takes four rows at a time, and two or three that are
-    left over take longer than four."""
-    return -count % 4 if count > 2 and count % 4 > 1 else 0
+def _in_fours(matrix: Tensor) -> Tensor:
+    """A matrix with rows of zeros added, where products with many columns are faster for it: they take four rows at a
+    time, and two or three that are left over take longer than four."""
+    count, width = matrix.shape
+    return torch.cat([matrix, matrix.new_zeros(-count % 4, width)]) if count > 2 and count % 4 > 1 else matrix
 
 
 def _normalise(logits: Tensor) -> Tensor:
