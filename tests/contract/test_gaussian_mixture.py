@@ -159,3 +159,16 @@ def test_rows_are_centred_without_rounding(far: float) -> None:
     assert ((centre - rows.mean(0)).abs() <= rows.std(0) / 256 + 1e-15 * abs(far)).all()
     for row, moved in zip(rows.tolist(), (rows - centre).tolist()):
         assert all(Fraction(a) - Fraction(c) == Fraction(b) for a, b, c in zip(row, moved, centre.tolist()))
+
+
+@pytest.mark.parametrize("method", ["em", "vmp"])
+def test_features_are_computed_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a few rows are shared by all starts and sweeps."""
+    kind, calls = type(COVARIANCES["diag"]), []
+    fill = kind.fill
+    monkeypatch.setattr(
+        kind, "fill", lambda self, squares, *rest: (calls.append(len(squares)), fill(self, squares, *rest))
+    )
+    settings: dict[str, Any] = dict(method=method, covariance_type="diag", n_init=2, max_iter=3, tol=0)
+    GaussianMixture(2, **settings).fit(X)
+    assert calls == [3]

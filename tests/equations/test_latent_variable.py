@@ -236,3 +236,24 @@ def test_the_bound_never_falls(kind: str, points: bool, seed: int) -> None:
         bounds = np.array(run(nodes, factors, 12, rho, tolerance=0, schedule="parallel").elbos)
         assert (np.diff(bounds) > -1e-10).all()
         assert bounds[-1] > bounds[0] + 1e-3 or rho < 1
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_products_of_any_number_of_components(count: int) -> None:
+    """Rows of zeros are added to products of three, six or seven components, and nothing to the sums."""
+    covariance, data = COVARIANCES["diag"], rows()
+    generator = torch.Generator().manual_seed(count)
+    shares = torch.rand(count, len(data), dtype=torch.float64, generator=generator).softmax(0)
+    features = covariance.features(data.mT, 0.1)
+    sums = Rows(data, covariance, count, 0.1).sums(shares)
+    assert_close(sums, shares @ features.mT, rtol=1e-13, atol=1e-13)
+    nodes = [
+        Node(Point(Dirichlet()), (sums[:, 0],)),
+        Node(Point(covariance.family), covariance.message(sums, P)),
+    ]
+    factor = MixtureFactor(*nodes, Rows(data, covariance, count, 0.1))
+    logits = covariance.coefficients(nodes[1].mean) @ features + nodes[0].mean[0][:, None]
+    assert_close(factor.value(), logits.logsumexp(0).sum(), rtol=1e-13, atol=0)
+    expected = covariance.message(logits.softmax(0) @ features.mT, P)
+    for found, right in zip(factor.message(nodes[1]), expected):
+        assert_close(found, right, rtol=1e-12, atol=1e-12)
