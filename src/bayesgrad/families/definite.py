@@ -44,14 +44,6 @@ def factor_inverse(factor: Tensor) -> Tensor:
     return factor.square().reciprocal() if factor.shape[-1] == 1 else torch.cholesky_inverse(factor)
 
 
-def plus_square(matrix: Tensor, vector: Tensor, weight: Tensor) -> Tensor:
-    """M + w v v'/2 for weights w, (..., 1), as symmetric as M."""
-    if matrix.shape[-1] == 1:
-        return torch.addcmul(matrix, vector[..., None], (weight * vector)[..., None], value=0.5)
-    root = vector * weight.sqrt()
-    return torch.addcmul(matrix, root[..., :, None], root[..., None, :], value=0.5)
-
-
 def times(matrix: Tensor, vector: Tensor) -> Tensor:
     """M v, for plates of both."""
     return matrix[..., 0] * vector if matrix.shape[-1] == 1 else (matrix @ vector[..., None])[..., 0]

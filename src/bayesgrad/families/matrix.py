@@ -19,7 +19,6 @@ from bayesgrad.families.definite import (
     is_definite,
     log_abs_det,
     log_det_divergence,
-    plus_square,
     times,
 )
 from bayesgrad.families.digamma import (
@@ -216,7 +215,9 @@ class NormalWishart(Family):
         """Location, confidence, and the natural parameters of the Wishart distribution of the precision."""
         confidence = -2 * natural[1]
         location = natural[0] / (weight := confidence[..., None])
-        return location, confidence, (natural[3] - 0.5, plus_square(natural[2], location, weight))
+        root = location * weight.sqrt()
+        square = torch.addcmul(natural[2], root[..., :, None], root[..., None, :], value=0.5)
+        return location, confidence, (natural[3] - 0.5, square)
 
     def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
         """[m Λ]."""
@@ -307,7 +308,7 @@ class NormalWishart(Family):
         if not (natural[3] > 0).all():  # other violations raise in the Cholesky factorisation
             self._check_mode(natural, f"more than {self.min_degrees} degrees of freedom")
         location, _, (_, square) = self.parts(natural)
-        return location, natural[3][..., None, None] * inverted(-square)
+        return location, 2 * natural[3][..., None, None] * inverted(-2 * square)
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         location, confidence, *wishart = self.standard_parameters(natural)
