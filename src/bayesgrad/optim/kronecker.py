@@ -225,8 +225,9 @@ class KroneckerFilterFP(KroneckerOptimizer):
             eigendecomposition and a product.
         eigenvalues: what stands for c_delta_i c_xj. "factors": that. "gradients": B v_ij, with v the average (decay
             `ema`) of the squared entries of U_delta' g U_x, the gradient in the eigenbasis (George et al., 2018). For
-            sigma = inf, D is then Adam's step in that basis, as in SOAP (Vyas et al., 2024). It costs four products
-            with eigenvectors per step.
+            sigma = inf, D is then Adam's step in that basis, as in SOAP (Vyas et al., 2024), with v at least 1e-8 of
+            its largest entry. When the basis turns from U to V, v becomes (V'U)^2 times it, with elementwise squares,
+            for each side. It costs four products with eigenvectors per step, and one more tensor of state.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
