@@ -3,7 +3,8 @@
     python examples/calibrated_regression.py
 
 Prior and noise are those with the most evidence, for which no held-out data are needed. Conformal intervals have the
-right coverage for any model, by means of labelled data that were not trained on.
+right coverage for any model, by means of labelled data that were not trained on: 0.9 on average over such data, with a
+deviation of 0.03 for 100 of them and as much again for 150 test rows.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesgrad
 from bayesgrad import conformal, metrics
 
+TRAINED = 192  # rows; a hundred to calibrate with, and the rest to test
+
 
 def standardised() -> tuple[torch.Tensor, torch.Tensor]:
     x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order, None]
-    # Back in the units of y: predictions and ends of intervals times y.std(), plus y.mean(); widths times y.std().
-    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+    known_x, known_y = x[:TRAINED], y[:TRAINED]
+    # Back in the units of y: predictions and ends of intervals times the deviation, plus the mean.
+    return (x - known_x.mean(0)) / known_x.std(0), (y - known_y.mean()) / known_y.std()
 
 
 def inside(interval: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> str:
@@ -35,8 +39,10 @@ def inside(interval: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> str:
 
 def main(epochs: int) -> None:
     x, y = standardised()
-    train = DataLoader(TensorDataset(x[:192], y[:192]), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
-    held_x, held_y, test_x, test_y = x[192:292], y[192:292], x[292:], y[292:]
+    train = DataLoader(
+        TensorDataset(x[:TRAINED], y[:TRAINED]), 32, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    held_x, held_y, test_x, test_y = x[TRAINED:292], y[TRAINED:292], x[292:], y[292:]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -46,7 +52,7 @@ def main(epochs: int) -> None:
         optimizer.step()
 
     with torch.no_grad():
-        noise = (model(x[:192]) - y[:192]).square().mean()  # too small, if the network is overfitted
+        noise = (model(x[:TRAINED]) - y[:TRAINED]).square().mean()  # too small, if the network is overfitted
         plain = metrics.regression(model(test_x), noise.expand_as(test_y), test_y, level=0.9)
     print("nominal coverage 0.90")
     print(f"network: NLL {plain['nll']:.2f}, coverage {plain['coverage']:.2f}")

@@ -46,7 +46,7 @@ def main(count: int) -> None:
         stream.partial_fit(part)
     alone = np.exp(-(new * np.log(X.sum(0) / X.sum())).sum() / new.sum())  # every document with the same words
     scores = model.perplexity(new), stream.perplexity(new), alone
-    print("perplexity {:.2f}, of the stream {:.2f}, without topics {:.2f}".format(*scores))
+    print("perplexity {:.2f}, of one pass over the stream {:.2f}, without topics {:.2f}".format(*scores))
     print(f"themes recovered {recovered(model):.2f}")
 
 

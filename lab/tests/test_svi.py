@@ -45,7 +45,7 @@ def test_methods_find_topics_that_share_no_word(name: str) -> None:
 
 def test_the_judge_is_the_models_own_score() -> None:
     corpus = invented()
-    model = LatentDirichlet(3, doc_topic_prior=0.2, max_iter=2, tol=0, random_state=0).fit(corpus[:50])
+    model = LatentDirichlet(3, method="svi", doc_topic_prior=0.2, max_iter=2, tol=0, random_state=0).fit(corpus[:50])
     held = corpus[50:]
     assert own.bound(held, model.components_, 0.2) == pytest.approx(model.bound(held).sum() / held.sum(), rel=1e-12)
 

@@ -78,9 +78,12 @@ def calibrate_intervals(intervals: Interval, targets: Tensor, level: float = 0.9
     Checked by: tests/equations/test_conformal.py.
     """
     centre, half = _centre(intervals)
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(targets).")
     if targets.shape != centre.shape:
+        remedy = ": use targets[:, None]" if targets[..., None].shape == centre.shape else ""
         raise ValueError(
-            f"targets must have the shape of the intervals, {tuple(centre.shape)}, got {tuple(targets.shape)}."
+            f"targets must have the shape of the intervals, {tuple(centre.shape)}, got {tuple(targets.shape)}{remedy}."
         )
     return ConformalIntervals(_quantile((targets.to(centre) - centre).abs() / half, level), level)
 

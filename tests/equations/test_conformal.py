@@ -78,7 +78,11 @@ def test_labels_are_inside_as_often_as_said_whatever_the_model(run: object) -> N
     [
         (
             lambda: conformal.calibrate_intervals(Interval(torch.zeros(3), torch.ones(3)), torch.ones(3, 1)),
-            r"\(3,\), got \(3, 1\)",
+            r"\(3,\), got \(3, 1\)\.",
+        ),
+        (
+            lambda: conformal.calibrate_intervals(Interval(torch.zeros(3, 1), torch.ones(3, 1)), torch.ones(3)),
+            r"\(3, 1\), got \(3,\): use targets\[:, None\]",
         ),
         (
             lambda: conformal.calibrate_intervals(Interval(torch.zeros(3), torch.zeros(3)), torch.ones(3)),
@@ -105,3 +109,8 @@ def test_labels_are_inside_as_often_as_said_whatever_the_model(run: object) -> N
 def test_what_cannot_be_calibrated_is_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # pyright: ignore
+
+
+def test_targets_that_are_arrays_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"must be a tensor, got ndarray: use torch.as_tensor\(targets\)"):
+        conformal.calibrate_intervals(Interval(torch.zeros(9), torch.ones(9)), torch.ones(9).numpy())  # pyright: ignore

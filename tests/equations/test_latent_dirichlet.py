@@ -194,7 +194,10 @@ def test_oracle_of_streams(exact: bool, first: float, fifth: float, monkeypatch:
     X = load_digits().data
     settings = dict(doc_topic_prior=0.1, topic_word_prior=0.01, learning_offset=10.0, learning_decay=0.7)
     settings |= dict(mean_change_tol=0, max_doc_update_iter=100, total_samples=len(X), random_state=0)
-    model, peer = LatentDirichlet(10, **settings), LatentDirichletAllocation(10, learning_method="online", **settings)
+    model, peer = (
+        LatentDirichlet(10, method="svi", **settings),
+        LatentDirichletAllocation(10, learning_method="online", **settings),
+    )
     apart = []
     for batch in np.split(X[: 5 * 128], 5):
         peer.partial_fit(batch)
@@ -235,7 +238,9 @@ def test_a_pass_is_steps_towards_unbiased_messages() -> None:
     those of all documents together."""
     X = csr_matrix(corpus(90, 30, 30))
     settings = dict(doc_topic_prior=ALPHA, topic_word_prior=ETA, mean_change_tol=0, random_state=0)
-    model = LatentDirichlet(3, batch_size=30, max_iter=1, tol=0, learning_offset=3.0, learning_decay=0.8, **settings)
+    model = LatentDirichlet(
+        3, method="svi", batch_size=30, max_iter=1, tol=0, learning_offset=3.0, learning_decay=0.8, **settings
+    )
     model.fit(X)
     random = np.random.RandomState(0)
     topics = begin = random.gamma(100.0, 0.01, (3, 30))
@@ -279,6 +284,6 @@ def test_full_iterations_use_few_document_iterations_at_first(monkeypatch: pytes
     model = LatentDirichlet(2, method="batch", max_iter=5, tol=0, random_state=0).fit(X)
     model.partial_fit(X)
     model.transform(X)
-    LatentDirichlet(2, batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
+    LatentDirichlet(2, method="svi", batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
     assert [factor.ramp_up for factor in seen] == [True, False, False, False, False, False]
     assert seen[0].evaluations == 6

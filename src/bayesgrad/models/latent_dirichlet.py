@@ -41,12 +41,14 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     Args:
         n_components: number of topics, K.
-        method: `"svi"`: passes over shuffled batches of documents, with rho = (t + learning_offset)^-learning_decay;
-            `"batch"`: iterations over all documents with rho = 1, in which the bound never decreases.
+        method: `"batch"`: iterations over all documents with rho = 1, in which the bound never decreases; `"svi"`:
+            passes over shuffled batches of documents, with rho = (t + learning_offset)^-learning_decay, for tens of
+            thousands of documents and more.
         doc_topic_prior, topic_word_prior: alpha and η; None for 1/K.
         learning_decay, learning_offset: for `"svi"` and `partial_fit`.
         batch_size: number of documents per step of `"svi"`.
-        total_samples: total number of documents for `partial_fit`; None for the number so far.
+        total_samples: total number of documents for `partial_fit`, if only as a guess. None for the number so far,
+            with which the first batches count little, and topics form late.
         max_doc_update_iter: maximum number of iterations within a document.
             Iteration n of `"batch"` uses at most 3n.
         mean_change_tol: stop them when the mean change of a document's concentrations is below this; 0 never stops.
@@ -87,7 +89,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     _schedule_names: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
     n_components: int = 10
     _: KW_ONLY
-    method: str = "svi"
+    method: str = "batch"
     doc_topic_prior: float | None = None
     topic_word_prior: float | None = None
     learning_decay: float = 0.7
