@@ -10,6 +10,7 @@ reduced them. What layers return is then added to the gradient of the gathered p
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ from torch.utils.weak import TensorWeakRef
 
 from bayesgrad.distributed import Exchange, Sum, after_averaging, has_group, joint_processes
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.shards import any_process, gathered, is_shard, local, owner, summed
+from bayesgrad.shards import any_process, gathered, gradient_of, is_shard, local, owner, summed
 from bayesgrad.shards import version as version_of
 
 SAMPLE = 256  # entries of a gradient that are copied
 CHECK_EVERY = 10  # passes between comparisons of values, if memory does not show who contributed to a gradient
+NO_FACTOR = 0.03  # of a gradient's norm: the part that is no multiple of what it was
 UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding in half precision
 
 NOTHING = (-1, 0, None, False, (0, 0))  # of a parameter whose layers were not called
@@ -87,6 +89,7 @@ class GradientMarks:
         self.foreign: set[Tensor] = set()
         self.by_value = False  # whether gradients were changed through `.grad.data`, which has no version
         self._steps = 0
+        self._compares, self._warned = False, False  # whether values are compared in this step; of other changes
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
         self._opaque: dict[Tensor, int] = {}  # passes since the last check, where memory does not show who contributed
         # backward pass, calls, sum of their gradients, whether the gradient was zero before, memory of the first
@@ -274,49 +277,73 @@ class GradientMarks:
         factor, no gradient counts as untouched from now on.
         """
         self._steps += 1
-        if self.by_value or self.sharded or (self._steps & (self._steps - 1) and self._steps % 100):
+        self._compares = not (self._steps & (self._steps - 1) and self._steps % 100)
+        if self.by_value or self.sharded or not self._compares:
             return
-        factor = self.factor()
-        if factor is None:
+        same = {p: mark for p, mark in self.marks.items() if mark.untouched(p.grad)}
+        if (factor := self.factor(same)) is None:
             return
-        for p, mark in self.marks.items():
-            if p.grad is None or not mark.untouched(p.grad):
-                continue
-            then, now = mark.sample.double(), _sample(p.grad).double()
-            rounding = 16 * torch.finfo(p.grad.dtype).eps * now.abs().max() if now.numel() else 0
+        for p, mark in same.items():
+            gradient = gradient_of(p)
+            then, now = mark.sample.double(), _sample(gradient).double()
+            rounding = 16 * torch.finfo(gradient.dtype).eps * now.abs().max() if now.numel() else 0
             if then.shape != now.shape or bool(((now - factor.double() * then).abs() > rounding).any()):
                 self.by_value = True
                 return
 
-    def factor(self) -> Tensor | None:
-        """The number by which all gradients were multiplied since their last pass, as a tensor.
+    def factor(self, params: Iterable[Tensor]) -> Tensor | None:
+        """The number by which these gradients were multiplied since their last pass, as a tensor.
 
         1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
         least-squares fit. Entries that are zero now are left out, so that a mask does not count as a factor.
         """
-        return self.factors([list(self.marks)])[0]
+        found = self._products(params)
+        return None if not found else _quotient(_total(found.values()))
 
-    def factors(self, several: Sequence[Iterable[Tensor]]) -> list[Tensor | None]:
-        """As `factor`, of the gradients of some parameters each; all processes have to call this."""
-        every = dict.fromkeys(p for some in several for p in some if p in self.marks)
-        pairs = {p: (self.marks[p].sample, _sample(p.grad)) for p in every if p.grad is not None}
-        pairs = {p: (then, now) for p, (then, now) in pairs.items() if then.shape == now.shape}
-        products = []
+    def factors(self, several: Sequence[Iterable[Tensor]], what: str) -> list[Tensor | None]:
+        """As `factor`, for the gradients of some parameters each; all processes have to call this.
+
+        Gradients that are zero have the factor of all of them together. In steps 1, 2, 4, ... and every 100th, those
+        that were changed in another way are warned of, once.
+
+        Args:
+            several: parameters whose gradients have one factor.
+            what: is multiplied by the factors, for the warning.
+        """
+        by = self._products(dict.fromkeys(p for some in several for p in some))
+        totals = {i: _total(own) for i, some in enumerate(several) if (own := [by[p] for p in some if p in by])}
+        if not totals:
+            return [None] * len(several)
+        every = _total(totals.values())
+        if self._compares and not self._warned and any(_is_no_factor(total) for total in totals.values()):
+            self._warned = True
+            warnings.warn(
+                "gradients were changed between backward() and step(), by other than a factor for each layer, and "
+                f"{what} are multiplied by the factors that fit best: add penalties to the loss instead of .grad, and "
+                "clip norms instead of values.",
+                stacklevel=2,
+            )
+        common = _quotient(every)
+        return [
+            None if i not in totals else torch.where(totals[i][1] > 0, _quotient(totals[i]), common.to(totals[i]))
+            for i in range(len(several))
+        ]
+
+    def _products(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Inner products of entries of each gradient now and then: now·then, then·then and now·now."""
+        marked = {p: self.marks[p].sample for p in params if p in self.marks and p.grad is not None}
+        pairs = {p: (then, now) for p, then in marked.items() if (now := _sample(gradient_of(p))).shape == then.shape}
+        found = []
         for then, now in pairs.values():
             then = torch.where(now == 0, 0.0, then)
-            products.append(torch.stack([torch.dot(now, then), torch.dot(then, then)]))
-        by = dict(zip(pairs, summed(products, list(pairs)) if self.sharded else products))
-        found: list[Tensor | None] = []
-        for some in several:
-            own = [by[p] for p in some if p in by]
-            total = torch.stack([one.to(own[0]) for one in own]).sum(0) if own else None
-            found.append(None if total is None else (total[0] / total[1]).nan_to_num_(1.0, 1.0, 1.0))
-        return found
+            found.append(torch.stack([torch.dot(now, then), torch.dot(then, then), torch.dot(now, now)]))
+        return dict(zip(pairs, summed(found, list(pairs)) if self.sharded else found))
 
     def inherit(self, earlier: GradientMarks) -> None:
         """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
         self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
         self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
+        self._compares, self._warned = earlier._compares, earlier._warned
         self._gathered = dict(earlier._gathered)
         self.twice, self.extended, self.foreign = set(earlier.twice), set(earlier.extended), set(earlier.foreign)
 
@@ -325,6 +352,21 @@ class GradientMarks:
         self.foreign = set()
         marks = ((p, p.grad) for p in self.marks)
         self.marks = {p: Mark(TensorWeakRef(g), version_of(g), _sample(g), 0) for p, g in marks if g is not None}
+
+
+def _total(products: Iterable[Tensor]) -> Tensor:
+    several = list(products)
+    return torch.stack([one.to(several[0]) for one in several]).sum(0)
+
+
+def _quotient(total: Tensor) -> Tensor:
+    return (total[0] / total[1]).nan_to_num_(1.0, 1.0, 1.0)
+
+
+def _is_no_factor(total: Tensor) -> bool:
+    """Whether gradients now are no multiple of those then, as far as rounding in half precision shows."""
+    both, then, now = total.double().tolist()
+    return both * both < (1 - NO_FACTOR**2) * then * now
 
 
 def _sample(gradient: Tensor) -> Tensor:

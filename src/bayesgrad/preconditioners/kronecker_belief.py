@@ -68,20 +68,22 @@ class LayerBelief(LayerPreconditioner):
         found = super().statistics(current, settings)
         if not found:
             return {}
-        self.factor_of_gradients = self.recorded.marks.factor()
+        own = [layer for layer in found if not self.from_labels(settings[layer])]
+        factors = self.recorded.marks.factors([layer.members for layer in own], "errors of layers")
+        self.factors_of_gradients = dict(zip(own, factors))
         for layer, batch in found.items():
-            if batch.keeps and not self.from_labels(settings[layer]):
-                batch.errors = batch.errors * self._scale(settings[layer])
+            if batch.keeps and layer in self.factors_of_gradients:
+                batch.errors = batch.errors * self._scale(layer, settings[layer])
                 if settings[layer]["fisher"] == "centered":
                     self._centre(layer, batch)
         return found
 
-    def _scale(self, group: Mapping[str, Any]) -> Tensor:
+    def _scale(self, layer: Layer, group: Mapping[str, Any]) -> Tensor:
         """What errors of the mean loss, perhaps scaled by a `GradScaler`, are multiplied by to be those of examples.
 
         In several processes, errors are those of the mean loss of one of them.
         """
-        factor = self.factor_of_gradients
+        factor = self.factors_of_gradients[layer]
         return group["batch_size"] / self.processes * (torch.ones(()) if factor is None else factor)
 
     def _centre(self, layer: Layer, batch: LayerStatistics) -> None:
@@ -107,7 +109,7 @@ class LayerBelief(LayerPreconditioner):
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
         own = statistics.keeps or self.from_labels(group)  # errors of single examples
         for side, moment in statistics.moments().items():
-            scale = None if own or side == "input" else self._scale(group).square()
+            scale = None if own or side == "input" else self._scale(layer, group).square()
             moment.into(entry[f"{side}_moment"], keep, take, scale)
 
 

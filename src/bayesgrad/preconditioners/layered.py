@@ -330,7 +330,7 @@ class LayerPreconditioner(Preconditioner):
         limit = settings[known[0]].get("max_norm", math.inf) if known else math.inf
         marks, inner = self.recorded.marks, InnerProduct(math.isfinite(limit))
         few = {layer for layer in known if layer in self.kept and marks.untouched(layer.members)}
-        factor = marks.factor() if few else None
+        factor = marks.factor([p for layer in few for p in layer.members]) if few else None
         rest: dict[Layer, Precision] = {}
         for layer in known:
             precision = self.precision(layer, settings[layer])
@@ -342,7 +342,8 @@ class LayerPreconditioner(Preconditioner):
                 rest[layer] = precision
         found |= from_gradients(rest, inner)
         if self.done.layers:
-            self.done.join(inner, [layer for layer in known if layer in self.done.layers], marks.factor())
+            done = [layer for layer in known if layer in self.done.layers]
+            self.done.join(inner, done, marks.factor([p for layer in done for p in layer.members]))
         return limit_norm(found, limit, inner.total)
 
     def _refresh(self, known: list[Layer], fresh: Mapping[Layer, LayerStatistics], settings: Settings) -> None:

@@ -202,7 +202,9 @@ class Woodbury(NetworkPreconditioner):
             )
         lost = (p for p in owners if p not in columns and p not in self.optimizer.warned)
         self.recorded.warn_fallback({p for p in lost if has_nonzero_gradient(p)})
-        self.gradient_factor = self.recorded.marks.factor() if self.projections else None
+        marks = self.recorded.marks
+        projected = [p for p in self.projections if marks.untouched([p])]
+        self.gradient_factor = marks.factor(projected) if projected else None
         found: dict[Tensor, Direction] = {}
         by_model, limit = groups[0]["step_size"] == "quadratic", groups[0]["max_norm"]
         inner = InnerProduct(not by_model and math.isfinite(limit))

@@ -247,10 +247,12 @@ class PerExampleSquares(Source):
         twice = marks.extended | {p for p in marks.twice if marks.accumulated_twice(p)}
         odd = {p for p in self.sums if p in known or p in twice or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
-        common = marks.factor() if alone and marks.untouched([p for p in params if p in self.sums]) else None
+        squared = [p for p in params if p in self.sums]
+        common = marks.factor(squared) if alone and marks.untouched(squared) else None
         found = {p: self.sums[p] for p in params if p in self.sums and p not in odd}
         found = {p: part_of(one, p) for p, one in found.items()} if self.sharded else found
-        factors = marks.factors([[p] for p in found]) if common is None else [common] * len(found)
+        several = [[p] for p in found]
+        factors = [common] * len(found) if common is not None else marks.factors(several, "squared gradients")
         for (p, squares), factor in zip(found.items(), factors):
             square = 1.0 if factor is None else factor.to(squares).square()
             found[p] = squares * (self.counts[p] * square)
