@@ -33,9 +33,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
     when the optimizer is built, by a number that is drawn from torch's global generator and saved with the state:
     `torch.manual_seed` determines it, and a resumed run continues its draws. In a process group it is that of rank 0,
     and all ranks have to build the optimizer. Groups have a few entries beside hyperparameters: `base_lr`, the initial
-    lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`); `last_lr`, the last positive lr; `draws` (of
-    the first group), the number of random draws so far; `rule`, the name of the class; `train_mode`, whether weights
-    are those to train with.
+    lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`); `last_lr`, the last positive lr; `unit_lr`, the
+    reference in the first step with a positive lr, 0 before; `draws` (of the first group), the number of random draws
+    so far; `rule`, the name of the class; `train_mode`, whether weights are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -56,6 +56,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     _parts: tuple[Part, ...] = ()  # sources and preconditioner
     _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
+    _evaluated: tuple[tuple[Tensor, tuple[float, float]], ...] = ()  # weights after `eval()`, and their fingerprints
     attachment: Any = None  # by which passes of a model draw and observe, see `bayesgrad.integrations.attach`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
@@ -68,6 +69,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
         "max_lr": POSITIVE,
+        "unit_lr": NONNEGATIVE,
     }
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
@@ -132,7 +134,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """What a group has beside hyperparameters."""
         first = self.param_groups[0]
         mode = first.get("train_mode", True)
-        return {"last_lr": group["base_lr"], DRAWS: 0, "rule": type(self).__name__, "train_mode": mode}
+        found = {"last_lr": group["base_lr"], "unit_lr": 0.0, DRAWS: 0}
+        return found | {"rule": type(self).__name__, "train_mode": mode}
 
     def group_added(self) -> None:
         """Called after a group was added."""
@@ -315,6 +318,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             for p, mean in self.evaluation_weights().items():
                 self.state[p][TRAINING_WEIGHT] = p.detach().clone()
                 p.copy_(mean)
+                self._evaluated += ((p, _fingerprint(p)),)
             self.weights_changed()
             for group in self.param_groups:
                 group["train_mode"] = False
@@ -341,10 +345,22 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Sets the weights to those to train with, bit for bit as they were before `eval()`."""
+        """Sets the weights to those to train with, bit for bit as they were before `eval()`.
+
+        Weights that were changed since, as by loading a checkpoint into the model, are kept, with a warning.
+        """
+        changed = [p for p, seen in self._evaluated if seen != _fingerprint(p)]
+        self._evaluated, kept = (), set(map(id, changed))
         for p, entry in entries(self):
-            if TRAINING_WEIGHT in entry:
-                p.copy_(entry.pop(TRAINING_WEIGHT))
+            trained = entry.pop(TRAINING_WEIGHT, None)
+            if trained is not None and id(p) not in kept:
+                p.copy_(trained)
+        if changed:
+            warnings.warn(
+                f"{self.name_of(changed[0])} was changed since eval(): train() keeps the new weights, in place of "
+                "those before eval(). Call train() before loading a checkpoint.",
+                stacklevel=3,
+            )
         self.weights_changed()
         for buffer, value in self._statistics:
             buffer.copy_(value)
@@ -393,6 +409,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 if other is p:
                     return f"parameter {position} of group {index} (shape {tuple(p.shape)})"
         return f"a parameter of shape {tuple(p.shape)}"
+
+
+def _fingerprint(p: Tensor) -> tuple[float, float]:
+    """Two numbers that differ, but by chance, if the weights do."""
+    values = shards.local(p.detach()).double()
+    return float(values.sum()), float(values.square().sum())
 
 
 def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:

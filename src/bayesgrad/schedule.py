@@ -3,6 +3,8 @@
 `sgd_lr`, `final_lr`, `fallback_lr` and `weight_noise` are given for a *reference* learning rate and multiplied by
 lr / reference, so a schedule multiplies all rates of an optimizer by the same factor. The reference is the lr with
 which the param group was built (`base_lr`), or `max_lr` of the group, which OneCycleLR sets to its highest rate.
+States that are variances in units of lr / reference keep the reference of the first step (`unit_lr`): a scheduler that
+is built later changes what options are given for, and no belief.
 """
 
 from __future__ import annotations
@@ -30,6 +32,17 @@ def relative_lr(group: Mapping[str, Any]) -> float:
     """lr / reference; 1 before the first step of an optimizer that was built with lr = 0."""
     lr = float(group["lr"])
     return lr / (reference_lr(group) or lr or math.inf)
+
+
+def unit_lr(group: Mapping[str, Any]) -> float:
+    """The learning rate at which the units of a group's state are one: the reference in its first step."""
+    return float(group.get("unit_lr") or reference_lr(group))
+
+
+def state_unit(group: Mapping[str, Any]) -> float:
+    """lr in the units of the state."""
+    lr = float(group["lr"])
+    return lr / (unit_lr(group) or lr or math.inf)
 
 
 def warn_above_reference(name: str, group: Mapping[str, Any], options: tuple[str, ...]) -> bool:

@@ -62,6 +62,7 @@ def expected(layer: Layer, passes: list[list[LayerCall]], further: list[list[Lay
     for call in (call for one in passes for call in one):
         a, e = rows_of(layer, call)
         A, E, rows = A + torch.einsum("gri,grj->gij", a, a), E + torch.einsum("gri,grj->gij", e, e), rows + a.shape[1]
+        rows -= int(a[..., 1].sum()) if layer.lookup else 0  # of padding, whose row has no gradient
     for call in (call for one in further for call in one):
         _, e = rows_of(layer, call)
         E = E + torch.einsum("gri,grj->gij", e, e)

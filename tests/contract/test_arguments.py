@@ -52,7 +52,7 @@ def test_the_signature_of_an_optimizer_has_its_options(make: type[BeliefOptimize
     assert next(iter(parameters)) == ("model" if make.takes_model else "params")
     assert {"params", "lr", "nonfinite", "fused"} <= set(parameters)
     optimizer = CLASSES[make].of(nn.Linear(40, 3))
-    internal = {"params", "param_names", "base_lr", "last_lr", "draws", "rule", "train_mode"}
+    internal = {"params", "param_names", "base_lr", "last_lr", "unit_lr", "draws", "rule", "train_mode"}
     internal |= {"last_loss", "loss_scale", "curvature"}  # what samplers have measured
     fixed = {"weight_decay", "kl_weight", "limit_step", "damping_noise"}  # constants of some rules
     options = set(optimizer.param_groups[0]) - internal - fixed

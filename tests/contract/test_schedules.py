@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
+from bayesgrad import optim
 from bayesgrad.optim import AdaBayes, AdaBayesFP, KalmanMomentum
 from bayesgrad.optim.variational import VariationalOptimizer
 from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
@@ -227,6 +228,28 @@ def test_weight_noise_that_a_schedule_raises_to_the_prior_is_refused() -> None:
     weight.grad = torch.ones(3)
     with pytest.raises(ValueError, match=r"prior_std=0\.1 must be larger than lr=0.005 and weight_noise=0.1, the"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["AdaBayes", "KalmanMomentum", "KroneckerFilter"])
+def test_a_reference_that_changes_during_a_run_changes_no_belief(name: str) -> None:
+    """A scheduler that is built for a second phase: the belief follows lr, and options are given for `max_lr`."""
+    variances, steps = [], []
+    for late in (False, True):
+        model = small_model(torch.float64, width=WIDTH)
+        options = {"lr": 1e-2, "batch_size": 32, "prior_std" if name != "AdaBayes" else "sgd_lr": 0.3}
+        rule = getattr(optim, name)
+        optimizer = rule(model if name == "KroneckerFilter" else model.parameters(), **options)
+        train(model, optimizer, range(3))
+        before = weights(model)
+        if late:
+            lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=50, cycle_momentum=False)
+        optimizer.param_groups[0]["lr"] = 4e-3
+        variances.append(optimizer.posterior(model).variance())
+        train(model, optimizer, range(3, 4))
+        steps.append({key: after - before[key] for key, after in weights(model).items()})
+    torch.testing.assert_close(*variances, rtol=1e-12, atol=0)
+    if name != "AdaBayes":  # whose sgd_lr is given for another lr now, and with it the variance it tends to
+        torch.testing.assert_close(*steps, rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, "high"])

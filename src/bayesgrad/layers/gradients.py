@@ -354,6 +354,18 @@ class GradientMarks:
         self.marks = {p: Mark(TensorWeakRef(g), version_of(g), _sample(g), 0) for p, g in marks if g is not None}
 
 
+def factor_between(now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor by which a gradient was multiplied, and whether it was; 1 if it was changed in another way.
+
+    Entries that are zero now, or not finite, are left out.
+    """
+    used = now.isfinite() & (now != 0)
+    a, b = (torch.where(used, t, 0.0).flatten() for t in (now, then))
+    both, square = torch.dot(a, b), torch.dot(b, b)
+    multiple = both.abs() >= math.sqrt(1 - NO_FACTOR**2) * square.sqrt() * torch.dot(a, a).sqrt()
+    return torch.where(multiple & (square > 0), both / square, 1.0), multiple
+
+
 def _total(products: Iterable[Tensor]) -> Tensor:
     several = list(products)
     return torch.stack([one.to(several[0]) for one in several]).sum(0)

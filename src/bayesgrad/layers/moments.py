@@ -125,7 +125,7 @@ class Moment:
             keep, take: weights of old and new.
             scale: a tensor with one element that multiplies the moment.
         """
-        self._sum_into(factor, keep, take / self.count, scale)
+        self._sum_into(factor, keep, take / (self.count or 1.0), scale)  # none, and zero, if all lookups were padding
 
     def _sum_into(self, factor: Tensor, keep: float, take: float, scale: Tensor | None = None) -> None:
         if self.parts and not self.parts[0].is_floating_point():

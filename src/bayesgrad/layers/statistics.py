@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -37,10 +37,10 @@ class LayerStatistics:
     windows), so L does not depend on them. L is the number of losses of the passes, whose mean is differentiated. It
     follows from the model's outputs: an example is one index of their first dimension, and has one loss, or one for
     each position if the outputs have more than two dimensions (see `layers.layout.ForwardPass`). So outputs (N, T, C)
-    and flattened outputs (N T, C) have the same L, A and E. R is the number of rows; if only a part of the losses was
-    observed (masked labels, some of the outputs), it is multiplied by that part. For the bias, a one is appended to
-    each input. The input of an Embedding is a one-hot vector, stored as its index. An exact Fisher sums ee' over
-    several directions of the model's outputs, which have the same inputs: see `from_gradients`.
+    and flattened outputs (N T, C) have the same L, A and E. R is the number of rows, but for lookups of padding; if
+    only a part of the losses was observed (masked labels, some of the outputs), it is multiplied by that part. For the
+    bias, a one is appended to each input. The input of an Embedding is a one-hot vector, stored as its index. An exact
+    Fisher sums ee' over several directions of the model's outputs, which have the same inputs: see `from_gradients`.
 
     A contains no derivatives: it is the Gram matrix of the least-squares problem of moving a layer's outputs along
     their gradients. A ⊗ E approximates the Fisher information of the layer's weights.
@@ -80,6 +80,7 @@ class LayerStatistics:
         self.rows = 0  # pairs of an example and a position
         self.observed = 0.0  # those that belong to observed losses
         self._losses: dict[tuple[int, int], float] = {}
+        self._others = 0.0  # losses of passes in which the layer was not called
         self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
         self._lost = False  # whether an error came too late to be added to another one
         self._shared = False  # whether moments are those of all processes
@@ -94,7 +95,12 @@ class LayerStatistics:
 
     @property
     def losses(self) -> float:
-        return sum(self._losses.values())
+        return sum(self._losses.values()) + self._others
+
+    def count_others(self, losses: Mapping[tuple[int, int], float]) -> None:
+        """Counts the losses of these passes too, unless they are the layer's own or those of all processes."""
+        if not self._shared:
+            self._others = sum(count for key, count in losses.items() if key not in self._losses)
 
     @classmethod
     def of(
@@ -121,7 +127,7 @@ class LayerStatistics:
         made._losses[0, 0] = examples
         if isinstance(gradients, EmbeddingGradients):
             inputs, errors = gradients.indices[:examples].flatten(), gradients.errors.flatten(0, 1)[None]
-            made.rows = len(inputs)
+            made.rows = len(inputs) - _padded(layer.module, inputs)
         else:
             inputs, errors = gradients.inputs, gradients.errors
             if layer.transposed:  # the inputs are repeated for each direction
@@ -148,7 +154,7 @@ class LayerStatistics:
             self._added.add(call.key)
         losses = layers.examples_in(call.module, call.input) if losses is None else losses
         self._losses[call.pass_id] = max(self._losses.get(call.pass_id, 0), losses)
-        rows = layers.rows_in(call.module, call.error)
+        rows = layers.rows_in(call.module, call.error) - _padded(call.module, call.input)
         self.rows, self.observed = self.rows + rows, self.observed + share * rows
         waits = "error" in self.sides and call.key is not None  # another backward pass may follow
         if not self.keeps and self.calls and (not waits or self.calls[-1].pass_id != call.pass_id):
@@ -275,7 +281,7 @@ class LayerStatistics:
 
     def _receive_counts(self, found: Sum) -> None:
         losses, self.observed, rows = found.total.tolist()
-        self.rows, self._losses = round(rows), {(0, 0): losses}
+        self.rows, self._losses, self._others = round(rows), {(0, 0): losses}, 0.0
 
     @property
     def empty(self) -> bool:
@@ -321,6 +327,12 @@ class LayerStatistics:
 
 def _examples(call: LayerCall) -> int:
     return layers.examples_in(call.module, call.input) if call.layout is None else call.layout.examples
+
+
+def _padded(module: nn.Module, x: Tensor) -> int:
+    """The number of lookups of padding, which have no error."""
+    padding = getattr(module, "padding_idx", None)
+    return 0 if padding is None else int((x == padding).sum())
 
 
 def _errors(call: LayerCall) -> Tensor:

@@ -29,7 +29,7 @@ from bayesgrad.rules import (
     SteadyState,
     UpdateRule,
 )
-from bayesgrad.schedule import reference_lr, relative_lr
+from bayesgrad.schedule import reference_lr, relative_lr, state_unit, unit_lr
 from bayesgrad.sources import SampledLabels, WeightSampling
 
 DEFAULT_SGD_LR = 0.1
@@ -166,12 +166,12 @@ class AdaBayes(BeliefOptimizer):
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
-    # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/reference: process noise and information are
+    # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/unit_lr: process noise and information are
     # proportional to it and the stationary variance is constant, so the state need not be rescaled when lr changes,
     # even to zero and back.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        return relative_lr(group) if group["follow_lr"] else float(group["lr"] > 0)
+        return state_unit(group) if group["follow_lr"] else float(group["lr"] > 0)
 
     def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         lr, unit = float(group["lr"]), self._unit(group)
@@ -191,7 +191,8 @@ class AdaBayes(BeliefOptimizer):
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]
-        relative = 1.0 if group["follow_lr"] else relative_lr({**group, "lr": group["last_lr"]}) or 1.0
+        lr = unit_lr(group) if group["follow_lr"] else group["last_lr"]
+        relative = relative_lr({**group, "lr": lr}) or 1.0
         return relative * sgd_lr / group["batch_size"]
 
 

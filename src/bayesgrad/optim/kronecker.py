@@ -17,7 +17,7 @@ from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.preconditioners import KroneckerBelief, LayerBelief, Whitening
 from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
-from bayesgrad.schedule import relative_lr
+from bayesgrad.schedule import state_unit
 
 
 class KroneckerOptimizer(BeliefOptimizer):
@@ -82,8 +82,8 @@ class KroneckerFilter(KroneckerOptimizer):
         prior_std: sigma, the standard deviation of weights before the first gradient. With `inf` the drift is a random
             walk, and the initial covariance is that for which the first step is SGD with learning rate 0.1. As in
             AdaBayes, sigma does not decay the weights: lambda = eta/(2 sigma^2) is the decay of the filter's mean.
-        momentum: decay of the moving average of the step, in units of lr: a new lr acts at once. (While the covariance
-            is constant, this is the step for an averaged gradient.)
+        momentum: decay of the moving average of the step, in units of lr and `batch_size`: a new lr acts at once, and
+            so does a new batch size. (While the covariance is constant, this is the step for an averaged gradient.)
         weight_decay: decoupled.
         likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
             are sampled.
@@ -149,10 +149,10 @@ class KroneckerFilter(KroneckerOptimizer):
     def build_preconditioner(self) -> KroneckerBelief:
         return KroneckerBelief("AdaBayes with the same lr and prior", self._unit, self._drift, self.start)
 
-    # As in AdaBayes, the state is the covariance in units of lr/reference, so it need not be rescaled when lr changes.
+    # As in AdaBayes, the state is the covariance in units of lr/unit_lr, so it need not be rescaled when lr changes.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        return relative_lr(group)
+        return state_unit(group)
 
     def dynamics(self, group: Mapping[str, Any]) -> dict[str, float]:
         return self._drift(group, 1)
@@ -202,8 +202,9 @@ class KroneckerFilterFP(KroneckerOptimizer):
         prior_std: sigma, the standard deviation of weights before the first gradient. A finite value costs four
             products with eigenvectors per step, `inf` two products with inverse square roots. As in AdaBayes, sigma
             does not decay the weights: lambda = eta/(2 sigma^2) is the decay of the filter's mean.
-        momentum: decay of the moving average of the step, in units of lr: a new lr acts at once. (While the factors
-            are constant, this is the step for an averaged gradient.)
+        momentum: decay of the moving average of the step, in units of lr and of `batch_size` (its root, without a
+            prior): a new lr acts at once, and so does a new batch size. (While the factors are constant, this is the
+            step for an averaged gradient.)
         weight_decay: decoupled.
         likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
             are sampled.

@@ -30,7 +30,7 @@ from bayesgrad.rules import (
 )
 from bayesgrad.rules.transition import Memory, Scalars
 from bayesgrad.rules.update import MOMENTUM
-from bayesgrad.schedule import reference_lr, relative_lr
+from bayesgrad.schedule import relative_lr, state_unit, unit_lr
 
 INITIAL_SGD_LR = 0.1  # SGD's learning rate that gives the first step if prior_std = inf
 AHEAD = "ahead"  # in the state: the coefficients of the last prediction
@@ -180,11 +180,11 @@ class KalmanMomentum(BeliefOptimizer):
                 "distance that a weight's optimum moves in a single step."
             )
 
-    # The state is the variance of weights divided by unit = lr/reference, and covariances divided by sqrt(unit). So it
+    # The state is the variance of weights divided by unit = lr/unit_lr, and covariances divided by sqrt(unit). So it
     # need not be rescaled when lr changes, even to zero and back. (See AdaBayes.)
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        return 1.0 if group["steady_state"] else relative_lr(group)
+        return 1.0 if group["steady_state"] else state_unit(group)
 
     def _retain(self, group: Mapping[str, Any]) -> float:
         """c_w."""
@@ -242,7 +242,7 @@ class KalmanMomentum(BeliefOptimizer):
         return INITIAL_SGD_LR / group["batch_size"] if math.isinf(std) else std**2
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
-        eta_p, eta = group["momentum_decay"], reference_lr(group)
+        eta_p, eta = group["momentum_decay"], unit_lr(group)
         spread = eta_p / (2 - eta_p)
         if slot == "momentum_variance":
             return spread

@@ -17,7 +17,7 @@ from bayesgrad.likelihoods import Likelihood
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
-from bayesgrad.schedule import reference_lr
+from bayesgrad.schedule import unit_lr
 
 
 def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
@@ -79,13 +79,19 @@ def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Te
 
 def learning_rates(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
     """step_scale P^-1 after the last step: by what a rule of single weights multiplies the (averaged) gradient."""
-    # Before the first step with lr > 0 the belief is the prior, which is given for the reference lr.
+    # Before the first step with lr > 0 the belief is the prior, which is given for the unit of the state.
     entry = optimizer.state.get(p, {})
-    lr = group["last_lr"] if "step" in entry else reference_lr(group)
+    lr = group["last_lr"] if "step" in entry else unit_lr(group)
     then = {**group, "lr": lr or 1.0, "base_lr": group["base_lr"] or 1.0}
     step_scale = optimizer.step_scale(then)
     if "step" not in entry:
         return torch.full_like(p, step_scale * optimizer.prior_variance(then), dtype=compute_dtype(p.dtype))
     transition = optimizer.rule.transition
     scalars = transition.scalars(int(entry["step"]), **optimizer.dynamics(then))
-    return step_scale * transition.current_precision(entry, scalars).variance()
+    try:
+        return step_scale * transition.current_precision(entry, scalars).variance()
+    except KeyError as error:
+        raise ValueError(
+            f"the state of {optimizer.name_of(p)} has no {error}: its layer was frozen, or taken over by another rule, "
+            "after it was trained. Call posterior() before that, or train the layer for a step again."
+        ) from None

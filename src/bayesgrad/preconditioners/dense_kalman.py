@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class DenseKalman(NetworkPreconditioner):
                 "parameters cannot be added after the first step of a joint covariance: build a new optimizer."
             )
         super().bind(optimizer)
+        self.stepped: dict[Tensor, Tensor] = {}  # weights after the last step
         self.layouts = self.row_layouts()
         self.size()
         self.optimizer.param_groups[0][ORDER] = self._names()
@@ -256,13 +257,19 @@ class DenseKalman(NetworkPreconditioner):
         A, Q = (matrix.to(entry["mean"]) for matrix in transition)
         return believed.transform(A, Q), (entry["mean"] - A @ entry["mean"])[weights:]
 
+    def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
+        super().finish(closure, loss)
+        self.stepped = {p: p.detach().clone() for p in self.params}
+
     def posterior_means(self) -> dict[Tensor, Tensor]:
+        """mu_post, moved as far as weights were since the last step, by averages or new values."""
         order = self.params
         if self.clock() is None:
             return {}
         mean, sizes = self.optimizer.state[order[0]]["mean"], [p.numel() for p in order]
         pieces = zip(order, mean[: sum(sizes)].split(sizes))
-        return {p: placed_like(piece.view(p.shape), p) for p, piece in pieces}
+        means = {p: placed_like(piece.view(p.shape), p) for p, piece in pieces}
+        return {p: own + (p.detach() - self.stepped.get(p, p.detach())).to(own.dtype) for p, own in means.items()}
 
     def covariance(self) -> Tensor:
         """A copy of Sigma_post of the weights, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
@@ -288,6 +295,7 @@ class DenseKalman(NetworkPreconditioner):
         return name in self._shapes(self.optimizer.param_groups[0])
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        self.stepped = {}
         group = saved["param_groups"][0]
         own, given = self._names(), list(group.get(ORDER, self._names()))
         if given != own:

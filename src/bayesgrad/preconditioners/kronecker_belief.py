@@ -21,8 +21,8 @@ from bayesgrad.parts import Groups, Host, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings, has_merged
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, SQUARED, SQUARES, cost, store
+from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
+from bayesgrad.preconditioners.refresh import MERGED, MERGES, SQUARED, SQUARES, cost, has_merged, next_step, store
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import LARGEST, OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
@@ -145,7 +145,7 @@ class KroneckerBelief(LayerBelief):
         return not layer.lookup and max(layer.shape[1:]) <= limit[layer.owner]
 
     def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*super().layer_options(group), "lr", "base_lr", "max_lr")  # the covariance is in units of lr/reference
+        return (*super().layer_options(group), "lr", "base_lr", "max_lr")  # the unit of the covariance
 
     @staticmethod
     def stats_interval(layer: Layer, every: int) -> int:
@@ -160,7 +160,7 @@ class KroneckerBelief(LayerBelief):
         return zeros
 
     def merge(self, layer: Layer, entry: Entry, statistics: LayerStatistics, group: Mapping[str, Any]) -> None:
-        unit, steps = self.unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
+        unit, steps = self.unit(group), next_step(entry) - int(entry["clock"][MERGED])
         if unit == 0:
             return
         drift = OrnsteinUhlenbeck().scalars(**self.drift(group, steps))
@@ -261,7 +261,7 @@ class Whitening(LayerBelief):
             gradient = basis.into(layer.join([whole(placed(part, p)) for part, p in parts]))
             largest = LARGEST[gradient.dtype]  # an average of squares that is infinite once stays infinite
             squares = gradient.clamp(-largest, largest).square_()
-            step = int(entry.get("step", 0)) + 1
+            step = next_step(entry)
             if not int(entry["clock"][SQUARED]):
                 entry["clock"][SQUARED] = step
             keep, take = average(group["ema"], step + 1 - int(entry["clock"][SQUARED]))

@@ -28,12 +28,12 @@ from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
-from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners import refresh
 from bayesgrad.preconditioners.block_options import LAYER_OPTIONS, LayerOptions
+from bayesgrad.preconditioners.collected import Collected
 from bayesgrad.preconditioners.in_backward import PreconditionedGradients
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_gradients, from_rows, rows_are_cheaper
-from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
+from bayesgrad.preconditioners.stability import damped_inverse, finite, limit_norm, nonfinite_cause, split_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.saved_state import saved_entry
 from bayesgrad.shards import gradient_of
@@ -41,12 +41,6 @@ from bayesgrad.sources.recorded_layers import RecordedLayers
 
 Settings = Mapping[Layer, Mapping[str, Any]]
 Entry = dict[str, Tensor]
-Found = dict[Layer, LayerStatistics]
-
-
-def has_merged(entry: Mapping[str, Tensor]) -> bool:
-    """Whether the state of a layer has statistics of a batch."""
-    return "clock" in entry and int(entry["clock"][refresh.MERGES]) > 0
 
 
 class LayerPreconditioner(Preconditioner):
@@ -104,6 +98,9 @@ class LayerPreconditioner(Preconditioner):
         self.layouts, self.done = self.row_layouts(), PreconditionedGradients()
         self.forget(observed=True)
 
+    def finish(self, closure: Any, loss: Any) -> None:
+        refresh.count_beside(self.recorded.layers, self.optimizer.state)
+
     def reset(self) -> None:
         done, self.scheduled = self.done, {}
         self.forget(observed=True)
@@ -114,8 +111,8 @@ class LayerPreconditioner(Preconditioner):
 
     def forget(self, observed: bool) -> None:
         if observed:
-            self.from_observations: Found = {}
-        self.from_passes: Found = {}
+            self.from_observations = Collected()
+        self.from_passes = Collected()
         self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
@@ -139,8 +136,7 @@ class LayerPreconditioner(Preconditioner):
         forward, share = self.observed_pass(outputs, labels, weights)
 
         def receive(call: LayerCall) -> None:
-            layer = self.recorded.layer_of(call.module)
-            if layer is not None and self.due(layer, self.groups[layer.owner]):
+            if (layer := self.recorded.layer_of(call.module)) is not None:
                 self._add(self.from_observations, layer, call, forward, share)
 
         reduces = [group for group in self.optimizer.param_groups if group.get("sharing") == "reduce"]
@@ -164,18 +160,20 @@ class LayerPreconditioner(Preconditioner):
                 found.pop(layer, None)
             if self.done.used:
                 self.done.restart(layer)
-        if not self.from_labels(group) and self.due(layer, group):
+        if not self.from_labels(group):
             self._add(self.from_passes, layer, call, self.recorded.forward_pass(call))
         if group.get("precondition") == "backward":
             return self._precondition(layer, call, group)
         self._keep_call(layer, call, group)
         return None
 
-    def _add(self, found: Found, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1) -> None:
+    def _add(
+        self, found: Collected, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1
+    ) -> None:
         group = self.groups[layer.owner]
-        if layer not in found:
-            found[layer] = self._empty(layer, group)
-        found[layer].add(call, self.losses(call, forward, group), share)
+        found.note(layer, call, lambda: self.recorded.losses(call, forward, group["losses_per_example"]))
+        if self.due(layer, group):
+            found.setdefault(layer, self._empty(layer, group)).add(call, self.losses(call, forward, group), share)
 
     def _empty(self, layer: Layer, group: Mapping[str, Any]) -> LayerStatistics:
         """Statistics to which calls are added."""
@@ -187,18 +185,15 @@ class LayerPreconditioner(Preconditioner):
         """What is due of all layers, in the order of the model; a layer that no process has called has nothing."""
         groups = {layer: self.groups[layer.owner] for layer in self.recorded.layers}
         due = {layer: group for layer, group in groups.items() if self.due(layer, group)}
+        for collected in (self.from_observations, self.from_passes):
+            collected.complete()
+            exchange.after(collected.drop_empty)
         for layer, group in due.items():
             found = self.from_observations if self.from_labels(group) else self.from_passes
             found.setdefault(layer, self._empty(layer, group)).share(exchange)
         if due:
             self.recorded.marks.share(exchange)
-            exchange.after(self._drop_empty)
         self.done.share(exchange)
-
-    def _drop_empty(self) -> None:
-        for found in (self.from_observations, self.from_passes):
-            for layer in [layer for layer, statistics in found.items() if statistics.empty]:
-                del found[layer]
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
         """The number of losses of the pass of a call, by which the moment of its inputs is divided."""
@@ -224,11 +219,11 @@ class LayerPreconditioner(Preconditioner):
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None for the gradients themselves, as before an update."""
-        entry = self.optimizer.state.get(layer.owner, {})
-        known = self._has_merged(layer) and refresh.fits(entry, self._shapes(layer, group))
-        marks = self.recorded.marks
+        entry, marks = self.optimizer.state.get(layer.owner, {}), self.recorded.marks
         # A pass with derivatives of gradients adds terms that no layer returns.
-        if not known or any(p in marks.unexplained or p in marks.twice for p in layer.members):
+        if not self._has_factors(layer, group) or any(
+            p in marks.unexplained or p in marks.twice for p in layer.members
+        ):
             self.done.add_raw(layer)
             return None
         refresh.cast(entry, self.factors, layer.owner, self.on_cpu)
@@ -258,7 +253,8 @@ class LayerPreconditioner(Preconditioner):
         if every != group["stats_every"]:
             every = group["stats_every"]
             entry, interval = self.optimizer.state.get(layer.owner, {}), self.stats_interval(layer, every)
-            due = "clock" not in entry or refresh.is_due(entry, refresh.MERGED, interval)
+            known = "clock" in entry and refresh.fits(entry, self._shapes(layer, group))
+            due = not known or refresh.is_due(entry, refresh.MERGED, refresh.next_step(entry), interval)
             self.scheduled[layer] = every, due
         return due
 
@@ -268,8 +264,13 @@ class LayerPreconditioner(Preconditioner):
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
         rest = [one for one in rest if self.due(one, settings[one]) and one.weight not in recorded.read_elsewhere]
-        never = labelled and not observed and not any(map(self._has_merged, labelled))
-        if never and (names := recorded.with_nonzero_gradient(labelled)):
+        known = {layer for layer in current if self._has_factors(layer, settings[layer])}
+        if (
+            labelled
+            and not observed
+            and known.isdisjoint(labelled)
+            and (names := recorded.with_nonzero_gradient(labelled))
+        ):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
                 "call observe(outputs), before loss.backward(), on outputs",
@@ -283,9 +284,11 @@ class LayerPreconditioner(Preconditioner):
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
         if not found:
             return found
+        observed.complete()
+        self.from_passes.complete()
         good = finite(found)
-        new = [layer for layer in found if not self._has_merged(layer)]
-        if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
+        new = {layer: one for layer, one in found.items() if layer not in known and layer not in good}
+        if bad := nonfinite_cause(recorded.layers, new):
             raise self.optimizer.nonfinite_error(f"{bad}: check the batch and the loss, or scale them.")
         return good
 
@@ -313,7 +316,7 @@ class LayerPreconditioner(Preconditioner):
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
         elsewhere = recorded.marks.unexplained
-        known = [layer for layer in current if layer in fresh or self._has_merged(layer)]
+        known = [layer for layer in current if layer in fresh or self._has_factors(layer, settings[layer])]
         known = [layer for layer in known if layer.weight not in elsewhere]
         if self.done.used:
             self.done.check(current, recorded.marks)
@@ -353,12 +356,12 @@ class LayerPreconditioner(Preconditioner):
         for layer in known:
             entry, group = self.optimizer.state[layer.owner], settings[layer]
             self._initialise(layer, entry, group)
+            step, every, damping = refresh.next_step(entry), group["update_every"], self.setting(group)
             if layer in fresh:
                 entry["clock"][refresh.MERGES] += 1
                 self.merge(layer, entry, fresh[layer], group)
-                entry["clock"][refresh.MERGED] = int(entry.get("step", 0)) + 1
-            every, damping = group["update_every"], self.setting(group)
-            due[layer] = refresh.inversion_due(entry, every, order.index(layer) * every // len(order), damping)
+                entry["clock"][refresh.MERGED] = step
+            due[layer] = refresh.inversion_due(entry, step, every, order.index(layer) * every // len(order), damping)
         if compared := [layer for layer, one in due.items() if isinstance(one, Tensor)]:
             due |= dict(zip(compared, torch.stack([due[layer].cpu() for layer in compared]).tolist()))  # pyright: ignore
         if chosen := [(layer, self.optimizer.state[layer.owner], settings[layer]) for layer, one in due.items() if one]:
@@ -371,7 +374,7 @@ class LayerPreconditioner(Preconditioner):
         for one in chosen:
             found = [result for (other, _), result in zip(jobs, results) if other is one]
             self.keep_inverses(*one, {name: value for result in found for name, value in result.items()})
-            refresh.note_inversion(one[1], self.setting(one[2]))
+            refresh.note_inversion(one[1], refresh.next_step(one[1]), self.setting(one[2]))
 
     def setting(self, group: Mapping[str, Any]) -> float:
         """The hyperparameter that inverses depend on: they are computed anew when it changes by more than a tenth."""
@@ -386,15 +389,9 @@ class LayerPreconditioner(Preconditioner):
         jobs = []
         for side, damping in self.dampings(entry, group).items():
             moment = entry[f"{side}_moment"]
-            run = partial(self._inverse, layer, side, moment, float(damping))
+            run = partial(damped_inverse, side, moment, float(damping), layer.names[0], self.warned)
             jobs.append(Job(refresh.cost(moment), {f"{side}_inverse": moment}, run))
         return jobs
-
-    def _inverse(self, layer: Layer, side: str, moment: Tensor, damping: float) -> dict[str, Tensor]:
-        invert = diagonal_inverse if moment.dim() == 2 else inverse
-        name = f"the {side} factor of layer {layer.names[0]!r}"
-        found, _ = with_growing_damping(invert, moment, damping, name, self.warned)
-        return {f"{side}_inverse": found}
 
     def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
         """Stores the results of `inversions`."""
@@ -426,8 +423,10 @@ class LayerPreconditioner(Preconditioner):
     def _named(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {f"{side}_{self.factor}": shape for side, shape in shapes.items()}
 
-    def _has_merged(self, layer: Layer) -> bool:
-        return has_merged(self.optimizer.state.get(layer.owner, {}))
+    def _has_factors(self, layer: Layer, group: Mapping[str, Any]) -> bool:
+        """Whether a layer has statistics of the parameters that are trained now."""
+        entry = self.optimizer.state.get(layer.owner, {})
+        return refresh.has_merged(entry) and refresh.fits(entry, self._shapes(layer, group))
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         return zeros

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from bayesgrad.parts import Host, Preconditioner
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
-MERGES, MERGED = range(2)  # entries of `clock`: number of observations, step of the last
+# Entries of `clock`: number of observations; step of the last; steps of parameters that had taken fewer than others.
+MERGES, MERGED, BEHIND = range(3)
 
 
 class NetworkPreconditioner(Preconditioner):
@@ -59,7 +61,7 @@ class NetworkPreconditioner(Preconditioner):
 
     def count_merge(self) -> int:
         """Notes that the matrix was updated for the next step; returns how often it was so far."""
-        clock = self.optimizer.state[self.params[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))
+        clock = self._clock()
         clock[MERGES] += 1
         clock[MERGED] = self.steps_taken() + 1
         return int(clock[MERGES])
@@ -69,10 +71,27 @@ class NetworkPreconditioner(Preconditioner):
         clock = self.clock()
         return clock is None or self.steps_taken() + 1 - int(clock[MERGED]) >= every
 
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
+        super().prepare(closure)
+        self._before = self._most_steps()
+
+    def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
+        super().finish(closure, loss)
+        if self._most_steps() == self._before and any(p.grad is not None for p in self.params):
+            self._clock()[BEHIND] += 1
+
     def steps_taken(self) -> int:
+        """Steps in which any parameter had a gradient: noise and updates of the matrix depend on their number."""
+        clock = self.optimizer.state.get(self.params[0], {}).get("clock")
+        return self._most_steps() + (0 if clock is None else int(clock[BEHIND]))
+
+    def _most_steps(self) -> int:
         found, state = 0, self.optimizer.state
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in state and "step" in state[p]:
                     found = max(found, int(state[p]["step"]))
         return found
+
+    def _clock(self) -> Tensor:
+        return self.optimizer.state[self.params[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))

@@ -16,14 +16,31 @@ MOMENT_CHANGE = 0.2  # the relative change of a moment from which its inverse is
 LARGE, FEWER = 512, 16  # inputs of a layer, and how many times fewer outputs it has, for `stats_interval`
 DAMPING_CHANGE = 0.1  # likewise of the damping; smaller changes are left for the next inversion
 # Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion;
-# step of the first gradient that was squared.
-MERGES, MERGED, INVERTED, COMPARED, SQUARED = range(5)
+# step of the first gradient that was squared; steps in which only parameters beside the first of the layer moved.
+MERGES, MERGED, INVERTED, COMPARED, SQUARED, BESIDE = range(6)
 SQUARES = "squares"  # of gradients, averaged, in the basis in which a layer is preconditioned
 LAYER_KEYS = ("spectrum", "damped", "clock", "traces", SQUARES)
 
 
+def has_merged(entry: Mapping[str, Tensor]) -> bool:
+    """Whether the state of a layer has statistics of a batch."""
+    return "clock" in entry and int(entry["clock"][MERGES]) > 0
+
+
+def next_step(entry: Mapping[str, Tensor]) -> int:
+    """The number of the next step of a layer; `entry` is the state of its first parameter."""
+    return 1 + int(entry.get("step", 0)) + (int(entry["clock"][BESIDE]) if "clock" in entry else 0)
+
+
+def count_beside(layers: Iterable[Layer], state: Mapping[Tensor, dict[str, Tensor]]) -> None:
+    """Called after a step: counts it for layers of which another parameter than the first had a gradient."""
+    for layer in layers:
+        if layer.owner.grad is None and "clock" in state.get(layer.owner, {}):
+            state[layer.owner]["clock"][BESIDE] += any(p.grad is not None for p in layer.members)
+
+
 def new_clock() -> Tensor:
-    return torch.zeros(5, dtype=torch.int64)
+    return torch.zeros(6, dtype=torch.int64)
 
 
 def early_interval(last: int) -> int:
@@ -41,33 +58,33 @@ def stats_interval(layer: Layer, every: int) -> int:
     return 4 * every if every > 1 and inputs >= LARGE and inputs >= FEWER * outputs else every
 
 
-def is_due(entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:
-    """Whether something that the clock counts is due: after `every` steps; early in a run, by `early_interval`.
+def is_due(entry: Mapping[str, Tensor], what: int, step: int, every: int, offset: int = 0) -> bool:
+    """Whether something that the clock counts is due in a step: after `every` steps; early, by `early_interval`.
 
     With an offset, later updates are at the steps that are `offset` modulo `every`.
     """
-    last, step = int(entry["clock"][what]), int(entry.get("step", 0)) + 1
+    last = int(entry["clock"][what])
     return step >= last + min(early_interval(last), every) or (step > last >= every and (step - offset) % every == 0)
 
 
-def inversion_due(entry: Mapping[str, Tensor], every: int, offset: int, damping: float) -> bool | Tensor:
-    """Whether the moments of a layer are to be inverted in this step; a tensor, if their change decides.
+def inversion_due(entry: Mapping[str, Tensor], step: int, every: int, offset: int, damping: float) -> bool | Tensor:
+    """Whether the moments of a layer are to be inverted in a step; a tensor, if their change decides.
 
     Args:
         entry: the state of the layer.
+        step: its number.
         every: the largest number of steps between inversions; after every tenth of them, moments are compared.
         offset: the first step of later inversions, so that not all layers are inverted in one step.
         damping: to be used.
     """
-    _, merged, last, compared, _ = entry["clock"].tolist()
+    _, merged, last, compared, *_ = entry["clock"].tolist()
     used = float(entry["damped"]) if last else 0.0
     if not last or abs(damping - used) > DAMPING_CHANGE * used:
         return True
     if merged <= last:
         return False
-    if is_due(entry, INVERTED, every, offset):
+    if is_due(entry, INVERTED, step, every, offset):
         return True
-    step = int(entry.get("step", 0)) + 1
     if step < max(last, compared) + every / 10 or merged <= compared or not (changes := moment_changes(entry)):
         return False
     entry["clock"][COMPARED] = step
@@ -88,12 +105,12 @@ def cost(moment: Tensor) -> float:
     return float(moment.numel() * (moment.shape[-1] if moment.dim() == 3 else 1))
 
 
-def note_inversion(entry: dict[str, Tensor], damping: float) -> None:
-    """Called after the moments of a layer were inverted."""
+def note_inversion(entry: dict[str, Tensor], step: int, damping: float) -> None:
+    """Called after the moments of a layer were inverted in a step."""
     entry["damped"] = torch.tensor(damping, dtype=torch.float64)
     for side, diagonal in _diagonals(entry).items():
         store(entry, f"{side}_diagonal", diagonal.clone())
-    entry["clock"][INVERTED] = int(entry.get("step", 0)) + 1
+    entry["clock"][INVERTED] = step
 
 
 def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesgrad.directions import Directions, dense, scaled, square_norm
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import LayerStatistics
+from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.rows import inner_product
 from bayesgrad.shards import gradient_of, summed
 
@@ -127,6 +128,13 @@ def with_growing_damping(
             stacklevel=2,
         )
     return found, damping  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def damped_inverse(side: str, moment: Tensor, damping: float, layer: str, warned: set[str]) -> dict[str, Tensor]:
+    """The inverse of the factor of one side of a layer, by its name in the state."""
+    invert = diagonal_inverse if moment.dim() == 2 else inverse
+    found, _ = with_growing_damping(invert, moment, damping, f"the {side} factor of layer {layer!r}", warned)
+    return {f"{side}_inverse": found}
 
 
 def finite(found: Mapping[Layer, LayerStatistics]) -> dict[Layer, LayerStatistics]:

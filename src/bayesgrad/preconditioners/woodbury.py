@@ -405,6 +405,7 @@ class Woodbury(NetworkPreconditioner):
             raise ValueError("adapt_damping=True compares losses before and after a step: use step(closure).")
 
     def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
+        super().finish(closure, loss)
         due = self.adapts and self.predicted_change is not None and self.steps_taken() % ADAPT_EVERY == 0
         if due and closure is not None:
             self._adapt(closure, self._mean(loss))

@@ -57,6 +57,7 @@ class Batch:
         args, kwargs: the arguments of the model.
         labels: for the empirical Fisher, whose H is the outer product of the residual; None for the Hessian.
         count: the number of losses, by which sums over examples are divided.
+        observed: the outputs that were observed.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Batch:
     labels: Tensor | None
     likelihood: Likelihood
     count: float
+    observed: Tensor
 
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([shape.numel() for shape in self.shapes])
@@ -74,6 +76,18 @@ class Batch:
 
     def outputs(self, flat: Tensor) -> Tensor:
         return functional_call(self.model, self.weights(flat), self.args, self.kwargs)
+
+    def check(self, flat: Tensor) -> None:
+        """Raises if the model is another function now than when its outputs were observed."""
+        with torch.no_grad():
+            now = self.outputs(flat)
+        slack = 1e3 * torch.finfo(now.dtype).eps
+        if now.shape != self.observed.shape or not torch.allclose(now, self.observed.to(now), slack, slack):
+            raise RuntimeError(
+                "corrections run the model on the observed inputs again, and its outputs differ from those that were "
+                "observed: pass what selects a head as an argument of forward(), change no attribute, mode or buffer "
+                "of the model between observe() and step(), or use correction=None."
+            )
 
     def hessian(self, outputs: Tensor, vector: Tensor) -> Tensor:
         """H v for each example; differentiable without labels."""

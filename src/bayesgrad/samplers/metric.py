@@ -87,6 +87,16 @@ class Metric(ABC):
         """The statistics of a batch, as means over its examples."""
         return {}
 
+    def weight(self, slot: str, losses: float, examples: int, used: bool) -> float:
+        """The weight of a batch in the mean of a statistic over several batches.
+
+        Args:
+            slot: its name.
+            losses, examples: of the batch.
+            used: whether the batch has any.
+        """
+        return losses
+
     def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
         """The shapes of the statistics."""
         return {}
@@ -182,6 +192,10 @@ class KroneckerFactors(Metric):
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
         rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.layouts)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
+
+    def weight(self, slot: str, losses: float, examples: int, used: bool) -> float:
+        """Inputs are averaged over all examples, and errors over the losses of batches that use the layer."""
+        return float(examples) if slot == "input_moment" else losses if used or slot != "error_moment" else 0.0
 
     def seen(self, state: State, space: ParameterSpace) -> set[Tensor]:
         known = super().seen(state, space)

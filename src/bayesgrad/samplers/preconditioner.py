@@ -37,6 +37,9 @@ NOISE, SIGNS, START = 1, 2, 3  # words of the random key, for different uses
 DAMPING = 0.1  # of a Fisher, if none is given
 
 
+Observed = tuple[Statistics, tuple[float, int], list[Batch]]  # statistics, numbers of losses and of examples
+
+
 class MetricPreconditioner(NetworkPreconditioner):
     """Turns gradients into steps of a Langevin equation, with noise and corrections.
 
@@ -130,7 +133,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         params = [p for p in self.params if p.requires_grad or self.metric.joint]  # statistics of frozen ones are zero
         read = self.metric.read(ObservedBatch(trace, scaled, params, self.recorded.layers, self.layouts))
         batch = self._batch(outputs, labels if empirical else None, losses)
-        self.observed.append((read, losses, [] if batch is None else [batch]))
+        self.observed.append((read, (losses, len(outputs)), [] if batch is None else [batch]))
         return read
 
     def _without_statistics(self) -> set[Tensor]:
@@ -236,18 +239,17 @@ class MetricPreconditioner(NetworkPreconditioner):
         order = self.params
         kind = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         mine = tuple(names[p] for p in order), tuple(p.shape for p in order)
-        return Batch(self.recorded.model, *mine, args, kwargs, labels, kind, losses)
+        return Batch(self.recorded.model, *mine, args, kwargs, labels, kind, losses, outputs.detach().clone())
 
     def _merge(self) -> list[Batch] | None:
         """Updates the state from the observed batches; returns None if there are none."""
         if not self.observed:
             return None
         observed, self.observed = self.observed, []
-        total = sum(count for _, count, _ in observed)
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
         fresh: Statistics = {}
-        for p, slot, value in _sums(observed):
-            fresh.setdefault(p, {})[slot] = value / total
+        for p, slot, total, count in self._sums(observed):
+            fresh.setdefault(p, {})[slot] = total / count
         for p, entry in fresh.items():
             self.metric.merge(self.optimizer.state[p], entry, keep, take, self._space(self.params))
         self.parts = self.unseen = None
@@ -259,11 +261,23 @@ class MetricPreconditioner(NetworkPreconditioner):
             exchange.expect(self.params[0])
         observed, self.observed = self.observed, []
         read: Statistics = {}
-        losses = sum(count for _, count, _ in observed)
-        for p, slot, total in _sums(observed):
-            exchange.add(Sum(total, losses), partial(self._receive, read.setdefault(p, {}), slot))
+        for p, slot, total, count in self._sums(observed):
+            exchange.add(Sum(total, count), partial(self._receive, read.setdefault(p, {}), slot))
         if observed:
-            self.observed = [(read, 1.0, [batch for *_, batches in observed for batch in batches])]
+            self.observed = [(read, (1.0, 1), [batch for *_, batches in observed for batch in batches])]
+
+    def _sums(self, observed: Sequence[Observed]) -> Iterator[tuple[Tensor, str, Tensor, float]]:
+        """Sums of statistics over batches, and what they are divided by; those that a batch does not have are zero."""
+        names = ((p, slot) for read, *_ in observed for p, slots in read.items() for slot in slots)
+        for p, slot in dict.fromkeys(names):
+            parts, count = [], 0.0
+            for read, sizes, _ in observed:
+                value = read.get(p, {}).get(slot)
+                used = value is not None and (len(observed) == 1 or bool(value.any()))
+                weight = self.metric.weight(slot, *sizes, used)
+                parts += [] if value is None else [value * weight]
+                count += weight
+            yield p, slot, torch.stack(parts).sum(0), count or 1.0
 
     @staticmethod
     def _receive(entry: dict[str, Tensor], slot: str, found: Sum) -> None:
@@ -401,6 +415,8 @@ class MetricPreconditioner(NetworkPreconditioner):
         names: dict[Tensor, str] = {p: name for name, p in self.recorded.model.named_parameters()}
         chosen = {"names": tuple(names[p] for p in space.params), "shapes": tuple(p.shape for p in space.params)}
         batches = [replace(batch, **chosen) for batch in fresh or ()]
+        for batch in batches:
+            batch.check(space.flat())
         mean = partial(self._averaged, float(sum(batch.count for batch in batches)))
         drift = self.metric.drift(batches, space, columns, group["correction"], mean) / (probes or 1)
         drift = mean(drift)[0] if batches else drift
@@ -421,13 +437,6 @@ class MetricPreconditioner(NetworkPreconditioner):
             return torch.stack([(1 - 2 * (h & 1)).view(p.shape) for h in hashed])
 
         return signs
-
-
-def _sums(observed: Sequence[tuple[Statistics, float, Any]]) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """The sums of statistics over losses; those that a batch does not have are zero."""
-    for p, slot in dict.fromkeys((p, slot) for read, *_ in observed for p, slots in read.items() for slot in slots):
-        own = [read[p][slot] * count for read, count, _ in observed if slot in read.get(p, ())]
-        yield p, slot, torch.stack(own).sum(0)
 
 
 def _normal(p: Tensor, start: int, key: noise.Key) -> Tensor:

@@ -21,6 +21,8 @@ from bayesgrad.parts import Evidence, Groups, Host, Needs, Source
 from bayesgrad.shards import gradient_of, has_nonzero_gradient, part_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
+SHARED = 0, 0  # in place of a pass: those of all processes
+
 
 class PerExampleSquares(Source):
     """The sum over examples of squared gradients, divided by the number of losses, for each parameter.
@@ -75,8 +77,9 @@ class PerExampleSquares(Source):
         self.pending: dict[int, tuple[Any, list[LayerCall]]] = {}
         self.began: dict[int, int] = {}  # siblings -> their latest backward pass
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
-        self.counts: dict[Tensor, Any] = {}
+        self.counts: dict[Tensor, dict[tuple[int, int], Any]] = {}  # of losses, by pass
         self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
+        self.passes: dict[int, set[tuple[int, int]]] = {}  # siblings -> their passes since gradients were zero
         self.squared: set[tuple[int, tuple[int, int]]] = set()  # siblings and passes
         self.lost: str | None = None  # a layer that got errors of a pass that was squared before
         self.mixed: set[int] = set()  # ids of parameters of layers that mix examples
@@ -113,7 +116,7 @@ class PerExampleSquares(Source):
                 self.counts.pop(p, None)
                 self.mixed.discard(id(p))
             self.squared = {(other, passed) for other, passed in self.squared if other != key}
-            self.losses = {k: one for k, one in self.losses.items() if one[0] == call.backward_id}
+            self.passes.pop(key, None)
         elif before and before[-1].pass_id != call.pass_id:
             self.squared.add((key, before[-1].pass_id))
             self._square(*self.pending.pop(key))
@@ -122,6 +125,7 @@ class PerExampleSquares(Source):
             self.lost = call.name
         self.pending.setdefault(key, (count, []))[1].append(call.kept())
         self.losses[call.pass_id] = call.backward_id, count
+        self.passes.setdefault(key, set()).add(call.pass_id)
 
     def _restarts(self, key: int, call: LayerCall) -> bool:
         """Whether a call is the first of siblings in a backward pass, and the gradients of all of them are zero."""
@@ -148,7 +152,21 @@ class PerExampleSquares(Source):
         for p, columns in layers.gradients_of_calls(calls).items():
             squares = columns.squares()
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
-            self.counts[p] = self.counts.get(p, 0) + count
+            self.counts.setdefault(p, {})[calls[0].pass_id] = count
+
+    def _forget_lost_passes(self) -> None:
+        """Forgets the losses of passes that were given up: all siblings that had them began anew, or are zero."""
+        latest = max(self.began.values())
+        for key in [key for key in self.passes if self.began[key] != latest]:
+            if self.recorded.marks.restarted([p for p in self.parameters[key] if p.requires_grad]):
+                del self.passes[key]
+        alive = set[tuple[int, int]]().union(*self.passes.values())
+        self.losses = {key: one for key, one in self.losses.items() if key in alive}
+
+    def _count_of(self, p: Tensor) -> Any:
+        """The number of losses of all passes, also of those that do not depend on the parameter."""
+        own = self.counts[p]
+        return sum(own.values()) + sum(count for key, (_, count) in self.losses.items() if key not in own)
 
     def _square_pending(self, params: list[Tensor]) -> None:
         frozen = [p for p in params if not p.requires_grad]  # since the backward pass
@@ -156,6 +174,8 @@ class PerExampleSquares(Source):
             p.requires_grad_(True)
         for count, calls in self.pending.values():
             self._square(count, calls)
+        if self.pending:
+            self._forget_lost_passes()
         for p in frozen:
             p.requires_grad_(False)
         self.pending = {}
@@ -194,19 +214,19 @@ class PerExampleSquares(Source):
         self._square_pending([p for p in params if p.grad is not None])
         like = {"dtype": compute_dtype(params[0].dtype), "device": params[0].device}
         for p in (p for p in params if p in self.sums):
-            exchange.add(Sum(self.sums[p].to(compute_dtype(p.dtype)), self.counts[p]), partial(self._receive, p))
+            exchange.add(Sum(self.sums[p].to(compute_dtype(p.dtype)), self._count_of(p)), partial(self._receive, p))
         flags = torch.tensor([float(id(p) in self.mixed) for p in params], **like)
 
         def receive(found: Sum) -> None:
             self.mixed = {id(p) for p, number in zip(params, found.total.tolist()) if number}
-            self.losses = {(0, 0): (0, found.count)} if self.losses else {}
+            self.losses = {SHARED: (0, found.count)} if self.losses else {}
 
         exchange.add(Sum(flags, sum(count for _, count in self.losses.values())), receive)
         self.recorded.marks.share(exchange)
 
     def _receive(self, p: Tensor, found: Sum) -> None:
         # Errors are those of the mean loss of one process; its gradient is averaged over processes.
-        self.sums[p], self.counts[p] = part_of(found.total, p) / self.processes**2, found.count
+        self.sums[p], self.counts[p] = part_of(found.total, p) / self.processes**2, {SHARED: found.count}
 
     def _receive_observed(self, p: Tensor, found: Sum) -> None:
         self.observed[0][0][p] = found.total
@@ -217,7 +237,7 @@ class PerExampleSquares(Source):
         stored, self.stored = self.stored, []
         if stored:
             every = {p: [squares[p] for squares in stored if p in squares] for p in params}
-            return {"squares": {p: torch.stack(parts).mean(0) for p, parts in every.items()}}
+            return {"squares": {p: torch.stack(parts).sum(0) / len(stored) for p, parts in every.items()}}
         return {"squares": self._squares(params)}
 
     def begin_draws(self) -> None:
@@ -255,7 +275,7 @@ class PerExampleSquares(Source):
         factors = [common] * len(found) if common is not None else marks.factors(several, "squared gradients")
         for (p, squares), factor in zip(found.items(), factors):
             square = 1.0 if factor is None else factor.to(squares).square()
-            found[p] = squares * (self.counts[p] * square)
+            found[p] = squares * (self._count_of(p) * square)
         return self._with_fallback(found, params, sum(count for _, count in self.losses.values()) or 1)
 
     def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from bayesgrad import distributed, kernels, noise, process_limits, shards
 from bayesgrad.distributed import Exchange, Sum
+from bayesgrad.layers.gradients import factor_between
 from bayesgrad.packing import SampledBlock
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source
 from bayesgrad.shards import gradient_of
 
 Mark = tuple[Tensor, int] | None
+CHANGED = "changed gradients of several draws"  # among what an optimizer has warned of
 
 
 class Draws(Source):
@@ -318,11 +321,17 @@ class WeightSampling(Draws):
         return gradient.square() if self.evidence == "squares" else gradient * offset
 
     def _sum(self, p: Tensor, now: Tensor) -> Tensor:
-        """The contributions to a gradient that is `now`; later changes of it (clipping, unscaling) apply to them."""
+        """The contributions to a gradient that is `now`; a factor of it since (clipping, unscaling) applies to them.
+
+        Other changes do not, but for entries that were set to zero: what a term that is added contributes has mean
+        zero, and cannot be told from the gradients of single draws.
+        """
         if p in self.offsets:
             return self._contribution(now, self.offsets[p])
-        seen = self.seen[p]
-        factor = 1.0 if seen is None else torch.where(now == seen, 1.0, now / seen).nan_to_num(0.0, 0.0, 0.0)
+        if (seen := self.seen[p]) is None:
+            return self.sums[p]
+        factor, _ = factor_between(now, seen)
+        factor = torch.where(now == seen, 1.0, torch.where(now.isfinite() & (now != 0), factor, 0.0))
         return self.sums[p] * (factor * factor if self.evidence == "squares" else factor)
 
     def computed(self, params: set[Tensor], kept: set[Tensor]) -> None:
@@ -369,10 +378,26 @@ class WeightSampling(Draws):
             return {}
         if not self.sums and (self.evidence != "squares" or self.count <= 1):
             return {} if self.evidence == "squares" else {self.evidence: self.offsets}
+        self._warn_of_terms([p for some in active for p in some if self.seen.get(p) is not None])
         sums = {p: self._sum(p, gradient_of(p)) for some in active for p in some}
         if self.evidence != "squares":
             return {"product": sums}
         return {"squares": {p: total * self.count for p, total in sums.items()}}
+
+    def _warn_of_terms(self, params: list[Tensor]) -> None:
+        """Warns once, by values in steps 1, 2, 4, ..., of changes since the draws that are no factor."""
+        steps = [int(self.optimizer.state[p]["step"]) + 1 for p in params if p in self.sums]
+        if CHANGED in self.optimizer.warned or not any(n & (n - 1) == 0 for n in steps):
+            return
+        pairs = [(gradient_of(p), seen) for p in params if p in self.sums and (seen := self.seen[p]) is not None]
+        if not all(bool(factor_between(*pair)[1]) for pair in pairs):
+            self.optimizer.warned.add(CHANGED)
+            warnings.warn(
+                "gradients of several draws of weights were changed before step(), by other than a factor, and the "
+                f"curvature of {self.optimizer.__class__.__name__} is estimated without the change: add penalties to "
+                "the loss instead of .grad, and clip norms instead of values.",
+                stacklevel=2,
+            )
 
     def store_draw(self, samples: int) -> None:
         super().store_draw(samples)

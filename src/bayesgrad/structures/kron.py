@@ -183,8 +183,6 @@ class LayerFactors(Accumulator):
         examples = len(seen.outputs) if seen.first else 0
         statistics = LayerStatistics.from_gradients(self.layer, columns, examples, self.structure.sides)
         self.positions += statistics.rows
-        if isinstance(columns, EmbeddingGradients) and self.padding is not None:
-            self.positions -= int((columns.indices[:examples] == self.padding).sum())
         for side, moment in statistics.moments().items():
             self.sums[side] = self.sums[side] + moment.sum()
 

@@ -1,0 +1,43 @@
+"""Statistics of layers that the passes of a step have given so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.statistics import LayerStatistics
+
+
+class Collected(dict[Layer, LayerStatistics]):
+    """Layer -> its statistics, and the losses of all passes, of which a layer may have a part: one of several heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[tuple[int, int], float] = {}  # of each pass
+        self.used: dict[Layer, set[tuple[int, int]]] = {}  # passes in which a layer was called
+
+    def note(self, layer: Layer, call: LayerCall, losses: Callable[[], float | None]) -> None:
+        """Notes a call of a layer, also if its statistics are not due."""
+        if call.pass_id not in self.losses:
+            self.losses[call.pass_id] = losses() or 0.0
+        self.used.setdefault(layer, set()).add(call.pass_id)
+
+    def pop(self, layer: Layer, default: Any = None) -> Any:
+        """Forgets a layer, whose gradient is zero."""
+        self.used.pop(layer, None)
+        return super().pop(layer, default)
+
+    def complete(self) -> None:
+        """Tells the statistics of each layer how many losses the other passes have that made gradients."""
+        for layer in [one for one in self.used if all(p.grad is None for p in one.members)]:
+            del self.used[layer]  # of a pass that was given up
+        alive = set[tuple[int, int]]().union(*self.used.values())
+        for statistics in self.values():
+            statistics.count_others({key: self.losses[key] for key in alive})
+
+    def drop_empty(self) -> None:
+        """Forgets layers that no process has called."""
+        for layer in [layer for layer, statistics in self.items() if statistics.empty]:
+            del self[layer]
