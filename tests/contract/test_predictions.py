@@ -166,6 +166,26 @@ def test_convolutions_are_exported_for_a_number_of_inputs() -> None:
     torch.testing.assert_close(average(x), expected, rtol=1e-9, atol=1e-11)
 
 
+def test_exported_averages_have_statistics_of_their_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = data(40)
+    optimizer = bayesgrad.optim.BayesBiNN([model[0].weight, model[3].weight], num_data=40, seed=0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    posterior = optimizer.posterior(model.eval())
+    with pytest.warns(UserWarning, match="BatchNorm has running statistics of other weights") as found:
+        posterior.to_module(x[:4], samples=4, seed=1)
+    assert found[0].filename == __file__
+    module = posterior.to_module(x, samples=4, seed=1, statistics=x)
+    expected = posterior.predict(x, samples=4, seed=1, statistics=x)
+    torch.testing.assert_close(module(x), expected, rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(module(x), posterior.predict(x, samples=4, seed=1, statistics="running"), atol=1e-3)
+
+
 def test_what_cannot_be_exported_is_refused() -> None:
     x, y = data()
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()

@@ -29,7 +29,7 @@ from bayesgrad.posterior.units import Units
 from bayesgrad.precision import Diagonal
 
 D = torch.float64
-WARNING = "running statistics of the weights that training sampled"
+WARNING = "running statistics of other weights than those to predict with"
 
 
 def network(norm: bool = True, **options: Any) -> nn.Sequential:

@@ -41,9 +41,17 @@ class Network:
             return run(*self.inputs)
         return torch.cat([run(*parts) for parts in zip(*[x.split(self.chunk) for x in self.inputs])])
 
-    def at(self, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-        """The model as a function of inputs, with these weights by name and its own values for all others."""
-        values = with_full_names(self.model, weights) | self.estimated_statistics(weights)
+    def at(
+        self, weights: Mapping[str, Tensor], statistics: Mapping[str, Tensor] | None = None
+    ) -> Callable[..., Tensor]:
+        """The model as a function of inputs, with these weights by name and its own values for all others.
+
+        Args:
+            weights: by name.
+            statistics: of BatchNorm for these weights; None to estimate them here.
+        """
+        found = self.estimated_statistics(weights) if statistics is None else statistics
+        values = {**with_full_names(self.model, weights), **found}
 
         def run(*inputs: Tensor) -> Tensor:
             own = {name: buffer.clone() for name, buffer in self.model.named_buffers() if name not in values}

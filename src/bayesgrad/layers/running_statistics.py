@@ -32,16 +32,16 @@ def spread(mean: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> float:
     return max(fractions)
 
 
-def warn_of_statistics(model: nn.Module, spread: Callable[[], float], remedy: str) -> None:
+def warn_of_statistics(model: nn.Module, spread: Callable[[], float], remedy: str, stacklevel: int = 4) -> None:
     """Warns, once for a model, if it has running statistics and weights vary so much that they are of other weights."""
     if model in _warned or not running_norms(model) or not spread() > SPREAD:
         return
     _warned.add(model)
     warnings.warn(
-        "the model's BatchNorm has running statistics of the weights that training sampled, not of the weights to "
-        f"predict with: {remedy}.",
+        "the model's BatchNorm has running statistics of other weights than those to predict with (of weights that "
+        f"training sampled, or of a new model): {remedy}.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
 
 

@@ -158,8 +158,7 @@ class Posterior(WeightDistribution):
         reading = self._reading(likelihood)
         check_link(link, reading, decompose)
         network = self._network(x, model, samples, chunk, statistics)
-        if statistics is None and chosen not in self.central:
-            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY)
+        self._warn_of_statistics(chosen, model, statistics, 7)
         with evaluation_mode(network.model):
             if chosen == "linear":
                 closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
@@ -182,6 +181,10 @@ class Posterior(WeightDistribution):
                 found = Averages(reading)
                 found.add(network(self._cast(getattr(self, chosen), network.model)))
         return found.decomposed() if decompose else found.prediction()
+
+    def _warn_of_statistics(self, method: str, model: nn.Module | None, statistics: Statistics, level: int) -> None:
+        if statistics is None and method not in self.central:
+            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY, level)
 
     def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
         """The interval of a new label with probability `level`: mean ± z s, where s² has the noise of the data too.
@@ -224,6 +227,7 @@ class Posterior(WeightDistribution):
         likelihood: str | Likelihood | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
+        statistics: Statistics = None,
     ) -> nn.Module:
         """The prediction as a module of tensors alone, which `torch.export` accepts: `module(x)` is `predict(x)`.
 
@@ -234,10 +238,11 @@ class Posterior(WeightDistribution):
 
         Args:
             x: inputs to trace with, of the shapes that the module will receive.
-            samples, method, likelihood, model, seed: as in `predict`.
+            samples, method, likelihood, model, seed, statistics: as in `predict`. Estimated statistics are kept.
         """
         chosen = self.method if method is None else method
-        network = self._network(x, model, samples, None)
+        network = self._network(x, model, samples, None, statistics)
+        self._warn_of_statistics(chosen, model, statistics, 4)
         reading = self._reading(likelihood)
         with evaluation_mode(network.model):
             if chosen == "linear":

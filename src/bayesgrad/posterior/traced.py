@@ -20,10 +20,14 @@ from bayesgrad.precision import LowRank, Rescaled
 def traced_average(network: Network, weights: Sequence[Mapping[str, Tensor]], reading: Likelihood) -> nn.Module:
     """The prediction averaged over these weights."""
 
-    stacked = {name: torch.stack([own[name] for own in weights]) for name in weights[0]}
+    several = weights, [network.estimated_statistics(own) for own in weights]
+    stacked = [{name: torch.stack([own[name] for own in some]) for name in some[0]} for some in several]
 
     def predict(*inputs: Tensor) -> Any:
-        outputs = vmap(lambda own: network.at(own)(*inputs))(stacked) if stacked else network.at({})(*inputs)[None]
+        if any(stacked):
+            outputs = vmap(lambda own, statistics: network.at(own, statistics)(*inputs))(*stacked)
+        else:
+            outputs = network.at({})(*inputs)[None]
         value = reading.link(outputs)
         mean = value.mean(0)
         return reading.from_moments(mean, (value - mean).square().mean(0))
@@ -41,11 +45,13 @@ def traced_linear(
             f"likelihoods without samples of outputs, and this likelihood is {reading.kind!r}: use method='mc'."
         )
 
+    statistics = network.estimated_statistics(mean)
+
     def one(weights: Mapping[str, Tensor], *example: Tensor) -> Tensor:
-        return network.at(weights)(*(part[None] for part in example))[0]
+        return network.at(weights, statistics)(*(part[None] for part in example))[0]
 
     def predict(*inputs: Tensor) -> Any:
-        centre = network.at(mean)(*inputs)
+        centre = network.at(mean, statistics)(*inputs)
         rows = vmap(jacrev(one), in_dims=(None, *[0] * len(inputs)))(dict(mean), *inputs)
         variance = torch.zeros_like(centre)
         for name, belief in beliefs.items():
