@@ -344,8 +344,7 @@ class BeliefOptimizer(CheckedOptimizer):
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
         for index, (now, params) in enumerate(zip(groups, active)):
             if params and now["lr"] > 0 and not (now["lr"] == now["last_lr"] and now.get("unit_lr")):
-                now |= {"base_lr": now["base_lr"] or now["lr"], "last_lr": now["lr"]}
-                now["unit_lr"] = unit_lr(now)
+                now |= {"base_lr": now["base_lr"] or now["lr"], "last_lr": now["lr"], "unit_lr": unit_lr(now) or now["lr"]}
                 self._prepared.pop(index, None)
         directions = self.preconditioner.directions(groups, active) if self.preconditioner else {}
         evidence: dict[str, Mapping[Tensor, Tensor]] = {}

@@ -202,9 +202,8 @@ class Woodbury(NetworkPreconditioner):
             )
         lost = (p for p in owners if p not in columns and p not in self.optimizer.warned)
         self.recorded.warn_fallback({p for p in lost if has_nonzero_gradient(p)})
-        marks = self.recorded.marks
-        projected = [p for p in self.projections if marks.untouched([p])]
-        self.gradient_factor = marks.factor(projected) if projected else None
+        projected = [p for p in self.projections if self.recorded.marks.untouched([p])]
+        self.gradient_factor = self.recorded.marks.factor(projected) if projected else None
         found: dict[Tensor, Direction] = {}
         by_model, limit = groups[0]["step_size"] == "quadratic", groups[0]["max_norm"]
         inner = InnerProduct(not by_model and math.isfinite(limit))
