@@ -49,7 +49,7 @@ from bayesgrad.passes import Passes, warned_of_interrupts
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior, with_likelihood
 from bayesgrad.rules.update import UpdateRule, kernel_of
-from bayesgrad.schedule import current_lr, unit_lr
+from bayesgrad.schedule import RATES, current_lr, rates_after
 
 PREPARED = "prepared"  # in the groups of a step: what depends on their options alone
 PLAIN = frozenset({int, float, bool, str, tuple, type(None)})  # types of options that change by assignment alone
@@ -344,7 +344,7 @@ class BeliefOptimizer(CheckedOptimizer):
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
         for index, (now, params) in enumerate(zip(groups, active)):
             if params and now["lr"] > 0 and not (now["lr"] == now["last_lr"] and now.get("unit_lr")):
-                now |= {"base_lr": now["base_lr"] or now["lr"], "last_lr": now["lr"], "unit_lr": unit_lr(now) or now["lr"]}
+                now |= rates_after(now)
                 self._prepared.pop(index, None)
         directions = self.preconditioner.directions(groups, active) if self.preconditioner else {}
         evidence: dict[str, Mapping[Tensor, Tensor]] = {}
@@ -357,7 +357,7 @@ class BeliefOptimizer(CheckedOptimizer):
         elements = sum(block.elements for *_, block in every)
         numbers = [one.rule.begin(one.scalars(g, int(b.step) + 1), b.begins) for one, g, b in every]
         for group, now in zip(self.param_groups, groups):  # up to here, an error has changed no weight and no counter
-            group |= {name: now[name] for name in ("base_lr", "last_lr", "unit_lr") if name in now}
+            group |= {name: now[name] for name in RATES if name in now}
         for (owner, group, block), scalars in zip(every, numbers):
             block.step += 1
             block.begins = ()

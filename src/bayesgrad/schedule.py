@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+RATES = "base_lr", "last_lr", "unit_lr"  # that a step writes into a param group
 ROUNDING = 1e-6  # of a schedule that returns to its highest rate
 
 
@@ -37,6 +38,12 @@ def relative_lr(group: Mapping[str, Any]) -> float:
 def unit_lr(group: Mapping[str, Any]) -> float:
     """The learning rate at which the units of a group's state are one: the reference in its first step."""
     return float(group.get("unit_lr") or reference_lr(group))
+
+
+def rates_after(group: Mapping[str, Any]) -> dict[str, float]:
+    """What a step with a positive lr writes into a param group."""
+    lr = group["lr"]
+    return dict(zip(RATES, (group["base_lr"] or lr, lr, unit_lr(group) or lr)))
 
 
 def state_unit(group: Mapping[str, Any]) -> float:
