@@ -56,7 +56,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     _parts: tuple[Part, ...] = ()  # sources and preconditioner
     _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
-    _evaluated: tuple[tuple[Tensor, tuple[float, float]], ...] = ()  # weights after `eval()`, and their fingerprints
+    _evaluated: tuple[tuple[Tensor, str], ...] = ()  # weights after `eval()`, and their fingerprints
     attachment: Any = None  # by which passes of a model draw and observe, see `bayesgrad.integrations.attach`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
@@ -411,10 +411,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
         return f"a parameter of shape {tuple(p.shape)}"
 
 
-def _fingerprint(p: Tensor) -> tuple[float, float]:
-    """Two numbers that differ, but by chance, if the weights do."""
+def _fingerprint(p: Tensor) -> str:
+    """Two numbers, in words, that differ, but by chance, if the weights do."""
     values = shards.local(p.detach()).double()
-    return float(values.sum()), float(values.square().sum())
+    return f"{float(values.sum())!r} {float(values.square().sum())!r}"
 
 
 def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:

@@ -283,7 +283,9 @@ def _direction(p: Problem, layer: Layer, own: list[str], both: bool) -> Tensor:
     # What a layer computes once for all examples is an input of each of them, but has the sum of their errors, whose
     # second moment is that of N examples.
     a = inputs.mT @ inputs / (1 if rows.shared and not both else len(p.outputs))
-    e = rows.errors[0].mT @ rows.errors[0] / max(1, inputs.shape[1])
+    padding = getattr(layer.module, "padding_idx", None) if layer.lookup else None  # whose lookups do not count
+    padded = 0 if padding is None else int(rows.inputs[..., padding].sum())
+    e = rows.errors[0].mT @ rows.errors[0] / max(1, inputs.shape[1] - padded)
     dampings = (math.sqrt(DAMPING) * _mean(a), math.sqrt(DAMPING) * _mean(e)) if both else (DAMPING, 1.0)
     a, e = (m + d * torch.eye(m.shape[-1], dtype=m.dtype) for m, d in zip((a, e if both else 0 * e), dampings))
     left, right = (a, e) if layer.lookup else (e, a)

@@ -74,6 +74,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:gradients were changed between")
 @layerwise_case
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_is_done_to_gradients_acts_as_if_the_final_one_were_solved(

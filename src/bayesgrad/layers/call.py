@@ -28,6 +28,11 @@ COMPILED = 1 << 40  # added to the ids of the forward passes of compiled models
 Pair = tuple[Tensor | None, Tensor | None]
 
 
+def loss_id(pass_id: tuple[int, int]) -> tuple[int, int]:
+    """Identifies the losses of a pass, which may have several backward passes."""
+    return min(pass_id[0], 0), pass_id[1]
+
+
 @dataclass(eq=False, slots=True)
 class LayerCall:
     """One call of a layer: its input, and the derivative of the loss with respect to its output.
@@ -65,6 +70,11 @@ class LayerCall:
         if self.backward_id < 0:
             return self.backward_id, 0
         return 0 if self.call_id is not None else self.backward_id, self.forward_id
+
+    @property
+    def loss_id(self) -> tuple[int, int]:
+        """As `pass_id`, but the same for all backward passes of a forward pass."""
+        return loss_id(self.pass_id)
 
     @property
     def key(self) -> tuple[tuple[int, int], int] | None:

@@ -335,6 +335,7 @@ class GradientMarks:
         pairs = {p: (then, now) for p, then in marked.items() if (now := _sample(gradient_of(p))).shape == then.shape}
         found = []
         for then, now in pairs.values():
+            now = now.contiguous()  # products of equal numbers are rounded alike: a factor of 1 is exact
             then = torch.where(now == 0, 0.0, then)
             found.append(torch.stack([torch.dot(now, then), torch.dot(then, then), torch.dot(now, now)]))
         return dict(zip(pairs, summed(found, list(pairs)) if self.sharded else found))
@@ -364,6 +365,12 @@ def factor_between(now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
     both, square = torch.dot(a, b), torch.dot(b, b)
     multiple = both.abs() >= math.sqrt(1 - NO_FACTOR**2) * square.sqrt() * torch.dot(a, a).sqrt()
     return torch.where(multiple & (square > 0), both / square, 1.0), multiple
+
+
+def is_clamped(now: Tensor, then: Tensor) -> Tensor:
+    """Whether the entries of a gradient were bounded by one number."""
+    bound = now.abs().max() if now.numel() else now.sum()
+    return (now == then.clamp(-bound, bound)).all()
 
 
 def _total(products: Iterable[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bayesgrad import layers
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import LayerCall, loss_id
 from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import Moment, has_finite_square, joined, norm
@@ -98,9 +98,10 @@ class LayerStatistics:
         return sum(self._losses.values()) + self._others
 
     def count_others(self, losses: Mapping[tuple[int, int], float]) -> None:
-        """Counts the losses of these passes too, unless they are the layer's own or those of all processes."""
+        """Counts the losses of these passes too (`loss_id`), unless they are its own or those of all processes."""
+        own = set(map(loss_id, self._losses))
         if not self._shared:
-            self._others = sum(count for key, count in losses.items() if key not in self._losses)
+            self._others = sum(count for key, count in losses.items() if key not in own)
 
     @classmethod
     def of(

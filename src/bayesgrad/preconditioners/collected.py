@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import COMPILED, LayerCall
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import LayerStatistics
 
@@ -17,12 +17,15 @@ class Collected(dict[Layer, LayerStatistics]):
         super().__init__()
         self.losses: dict[tuple[int, int], float] = {}  # of each pass
         self.used: dict[Layer, set[tuple[int, int]]] = {}  # passes in which a layer was called
+        self.unknown = False  # whether it is not known which calls belong to one pass
 
     def note(self, layer: Layer, call: LayerCall, losses: Callable[[], float | None]) -> None:
         """Notes a call of a layer, also if its statistics are not due."""
-        if call.pass_id not in self.losses:
-            self.losses[call.pass_id] = losses() or 0.0
-        self.used.setdefault(layer, set()).add(call.pass_id)
+        if (key := call.loss_id) not in self.losses:
+            found = losses()
+            self.unknown |= found is None or call.forward_id >= COMPILED
+            self.losses[key] = found or 0.0
+        self.used.setdefault(layer, set()).add(key)
 
     def pop(self, layer: Layer, default: Any = None) -> Any:
         """Forgets a layer, whose gradient is zero."""
@@ -30,7 +33,12 @@ class Collected(dict[Layer, LayerStatistics]):
         return super().pop(layer, default)
 
     def complete(self) -> None:
-        """Tells the statistics of each layer how many losses the other passes have that made gradients."""
+        """Tells the statistics of each layer how many losses the other passes have that made gradients.
+
+        Not in compiled models, and for layers that are called outside of the model.
+        """
+        if self.unknown:
+            return
         for layer in [one for one in self.used if all(p.grad is None for p in one.members)]:
             del self.used[layer]  # of a pass that was given up
         alive = set[tuple[int, int]]().union(*self.used.values())

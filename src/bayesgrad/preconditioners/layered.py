@@ -332,7 +332,7 @@ class LayerPreconditioner(Preconditioner):
         found: dict[Any, Direction] = {}
         limit = settings[known[0]].get("max_norm", math.inf) if known else math.inf
         marks, inner = self.recorded.marks, InnerProduct(math.isfinite(limit))
-        few = {layer for layer in known if layer in self.kept and marks.untouched(layer.members)}
+        few = [layer for layer in known if layer in self.kept and marks.untouched(layer.members)]
         factor = marks.factor([p for layer in few for p in layer.members]) if few else None
         rest: dict[Layer, Precision] = {}
         for layer in known:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayesgrad import layers, likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import COMPILED, LayerCall
+from bayesgrad.layers.call import COMPILED, LayerCall, loss_id
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.recorder import check_outputs
@@ -79,6 +79,9 @@ class PerExampleSquares(Source):
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, dict[tuple[int, int], Any]] = {}  # of losses, by pass
         self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
+        self.unknown = (
+            False  # whether it is not known which calls belong to one pass: compiled, or outside of the model
+        )
         self.passes: dict[int, set[tuple[int, int]]] = {}  # siblings -> their passes since gradients were zero
         self.squared: set[tuple[int, tuple[int, int]]] = set()  # siblings and passes
         self.lost: str | None = None  # a layer that got errors of a pass that was squared before
@@ -124,8 +127,9 @@ class PerExampleSquares(Source):
         if (key, call.pass_id) in self.squared:
             self.lost = call.name
         self.pending.setdefault(key, (count, []))[1].append(call.kept())
-        self.losses[call.pass_id] = call.backward_id, count
-        self.passes.setdefault(key, set()).add(call.pass_id)
+        self.unknown |= forward is None or call.forward_id >= COMPILED
+        self.losses[call.loss_id] = call.backward_id, count
+        self.passes.setdefault(key, set()).add(call.loss_id)
 
     def _restarts(self, key: int, call: LayerCall) -> bool:
         """Whether a call is the first of siblings in a backward pass, and the gradients of all of them are zero."""
@@ -166,7 +170,8 @@ class PerExampleSquares(Source):
     def _count_of(self, p: Tensor) -> Any:
         """The number of losses of all passes, also of those that do not depend on the parameter."""
         own = self.counts[p]
-        return sum(own.values()) + sum(count for key, (_, count) in self.losses.items() if key not in own)
+        known = set(self.losses if self.unknown else map(loss_id, own))
+        return sum(own.values()) + sum(count for key, (_, count) in self.losses.items() if key not in known)
 
     def _square_pending(self, params: list[Tensor]) -> None:
         frozen = [p for p in params if not p.requires_grad]  # since the backward pass

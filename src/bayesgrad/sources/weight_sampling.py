@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesgrad import distributed, kernels, noise, process_limits, shards
 from bayesgrad.distributed import Exchange, Sum
-from bayesgrad.layers.gradients import factor_between
+from bayesgrad.layers.gradients import factor_between, is_clamped
 from bayesgrad.packing import SampledBlock
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source
 from bayesgrad.shards import gradient_of
@@ -323,14 +323,14 @@ class WeightSampling(Draws):
     def _sum(self, p: Tensor, now: Tensor) -> Tensor:
         """The contributions to a gradient that is `now`; a factor of it since (clipping, unscaling) applies to them.
 
-        Other changes do not, but for entries that were set to zero: what a term that is added contributes has mean
-        zero, and cannot be told from the gradients of single draws.
+        So do bounds of values, and entries that were set to zero. Other changes do not: what a term that is added
+        contributes has mean zero, and cannot be told from the gradients of single draws.
         """
         if p in self.offsets:
             return self._contribution(now, self.offsets[p])
         if (seen := self.seen[p]) is None:
             return self.sums[p]
-        factor, _ = factor_between(now, seen)
+        factor = torch.where(is_clamped(now, seen), now / seen, factor_between(now, seen)[0])
         factor = torch.where(now == seen, 1.0, torch.where(now.isfinite() & (now != 0), factor, 0.0))
         return self.sums[p] * (factor * factor if self.evidence == "squares" else factor)
 
@@ -390,12 +390,12 @@ class WeightSampling(Draws):
         if CHANGED in self.optimizer.warned or not any(n & (n - 1) == 0 for n in steps):
             return
         pairs = [(gradient_of(p), seen) for p in params if p in self.sums and (seen := self.seen[p]) is not None]
-        if not all(bool(factor_between(*pair)[1]) for pair in pairs):
+        if not all(bool(factor_between(*pair)[1] | is_clamped(*pair)) for pair in pairs):
             self.optimizer.warned.add(CHANGED)
             warnings.warn(
                 "gradients of several draws of weights were changed before step(), by other than a factor, and the "
                 f"curvature of {self.optimizer.__class__.__name__} is estimated without the change: add penalties to "
-                "the loss instead of .grad, and clip norms instead of values.",
+                "the loss instead of .grad.",
                 stacklevel=2,
             )
 
