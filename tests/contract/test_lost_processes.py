@@ -97,7 +97,11 @@ def run(example: str, folder: Path, processes: int, *words: str, kill: random.Ra
             until(lambda: f"step {10 * place}:" in log.read_text() if place else children(job.pid), job)
             time.sleep(kill.uniform(0, 0.5 if place else 8))
             rank = kill.randrange(processes)
-            os.kill(children(job.pid)[rank], signal.SIGKILL)
+            alive = children(job.pid) if job.poll() is None else []
+            if len(alive) < processes:  # the run was over before that moment
+                job.wait()
+                return run(example, folder / "again", processes, *words, kill=kill)
+            os.kill(alive[rank], signal.SIGKILL)
         assert job.wait(timeout=WAIT) == 0, log.read_text()
     finally:
         job.kill()
