@@ -412,7 +412,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
 
 def _fingerprint(p: Tensor) -> str:
-    """Two numbers, in words, that differ, but by chance, if the weights do."""
+    """Sum and sum of squares as text: equal for equal weights, also with NaN, and hardly ever for others."""
     values = shards.local(p.detach()).double()
     return f"{float(values.sum())!r} {float(values.square().sum())!r}"
 

@@ -341,6 +341,7 @@ def test_errors_of_lookups_are_averaged_over_tokens_without_padding(padded: int)
     torch.testing.assert_close(found.tril(), expected.tril(), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("given_up", [None, True, False])
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
@@ -350,10 +351,20 @@ def test_errors_of_lookups_are_averaged_over_tokens_without_padding(padded: int)
         (samplers.Langevin, {"num_data": 8, "metric": "kronecker", "fisher": "sampled", "correction": None}),
     ],
 )
-def test_moments_of_heads_are_divided_by_the_losses_of_all_passes(rule: Any, options: Any) -> None:
-    """Seven examples of one head and one of the other: for one example the product is its Fisher matrix."""
+def test_moments_of_heads_are_divided_by_the_losses_of_all_passes(
+    rule: Any, options: Any, given_up: bool | None
+) -> None:
+    """Seven examples of one head and one of the other: for one example the product is its Fisher matrix.
+
+    A pass of a third head before was given up, and its gradients were set to None or to zero.
+    """
     model = TwoHeads().double()
+    model.c = nn.Linear(4, 3).double()
     optimizer = rule(model, lr=0.0, **options)
+    if given_up is not None and rule in (optim.FOOF, optim.KroneckerFilterFP):  # others forget by optimizer.zero_grad
+        x, y = data(9, 5)
+        cross_entropy(model(x, "c"), y).backward()
+        model.zero_grad(set_to_none=given_up)
     x, y = data(0, 8)
     hidden = torch.cat([model.body(x[7:]).tanh(), torch.ones(1, 1).double()], 1).detach()[0]
     error = (model(x[7:], "b").softmax(1) - nn.functional.one_hot(y[7:], 3)).detach()[0]

@@ -315,7 +315,7 @@ class GradientMarks:
         if not totals:
             return [None] * len(several)
         every = _total(totals.values())
-        if self._compares and not self._warned and any(_is_no_factor(total) for total in totals.values()):
+        if self._compares and not self._warned and any(bool(_differs(total)) for total in totals.values()):
             self._warned = True
             warnings.warn(
                 "gradients were changed between backward() and step(), by other than a factor for each layer, and "
@@ -336,8 +336,7 @@ class GradientMarks:
         found = []
         for then, now in pairs.values():
             now = now.contiguous()  # products of equal numbers are rounded alike: a factor of 1 is exact
-            then = torch.where(now == 0, 0.0, then)
-            found.append(torch.stack([torch.dot(now, then), torch.dot(then, then), torch.dot(now, now)]))
+            found.append(_inner_products(now, torch.where(now == 0, 0.0, then)))
         return dict(zip(pairs, summed(found, list(pairs)) if self.sharded else found))
 
     def inherit(self, earlier: GradientMarks) -> None:
@@ -361,10 +360,9 @@ def factor_between(now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
     Entries that are zero now, or not finite, are left out.
     """
     used = now.isfinite() & (now != 0)
-    a, b = (torch.where(used, t, 0.0).flatten() for t in (now, then))
-    both, square = torch.dot(a, b), torch.dot(b, b)
-    multiple = both.abs() >= math.sqrt(1 - NO_FACTOR**2) * square.sqrt() * torch.dot(a, a).sqrt()
-    return torch.where(multiple & (square > 0), both / square, 1.0), multiple
+    total = _inner_products(*(torch.where(used, t, 0.0).flatten() for t in (now, then)))
+    multiple = ~_differs(total)
+    return torch.where(multiple, _quotient(total), 1.0), multiple
 
 
 def is_clamped(now: Tensor, then: Tensor) -> Tensor:
@@ -382,10 +380,14 @@ def _quotient(total: Tensor) -> Tensor:
     return (total[0] / total[1]).nan_to_num_(1.0, 1.0, 1.0)
 
 
-def _is_no_factor(total: Tensor) -> bool:
-    """Whether gradients now are no multiple of those then, as far as rounding in half precision shows."""
-    both, then, now = total.double().tolist()
-    return both * both < (1 - NO_FACTOR**2) * then * now
+def _inner_products(now: Tensor, then: Tensor) -> Tensor:
+    return torch.stack([torch.dot(now, then), torch.dot(then, then), torch.dot(now, now)])
+
+
+def _differs(total: Tensor) -> Tensor:
+    """Whether gradients now are no multiple of those then, by more than rounding in half precision."""
+    both, then, now = total
+    return both.abs() < math.sqrt(1 - NO_FACTOR**2) * then.sqrt() * now.sqrt()
 
 
 def _sample(gradient: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bayesgrad.layers.call import COMPILED, LayerCall
+from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import LayerStatistics
 
@@ -32,14 +33,14 @@ class Collected(dict[Layer, LayerStatistics]):
         self.used.pop(layer, None)
         return super().pop(layer, default)
 
-    def complete(self) -> None:
+    def complete(self, marks: GradientMarks) -> None:
         """Tells the statistics of each layer how many losses the other passes have that made gradients.
 
         Not in compiled models, and for layers that are called outside of the model.
         """
-        if self.unknown:
+        if self.unknown or len(set(map(frozenset, self.used.values()))) == 1:  # all layers have all passes
             return
-        for layer in [one for one in self.used if all(p.grad is None for p in one.members)]:
+        for layer in [one for one in self.used if marks.restarted(one.members)]:
             del self.used[layer]  # of a pass that was given up
         alive = set[tuple[int, int]]().union(*self.used.values())
         for statistics in self.values():

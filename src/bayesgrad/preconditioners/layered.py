@@ -186,7 +186,7 @@ class LayerPreconditioner(Preconditioner):
         groups = {layer: self.groups[layer.owner] for layer in self.recorded.layers}
         due = {layer: group for layer, group in groups.items() if self.due(layer, group)}
         for collected in (self.from_observations, self.from_passes):
-            collected.complete()
+            collected.complete(self.recorded.marks)
             exchange.after(collected.drop_empty)
         for layer, group in due.items():
             found = self.from_observations if self.from_labels(group) else self.from_passes
@@ -284,8 +284,8 @@ class LayerPreconditioner(Preconditioner):
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
         if not found:
             return found
-        observed.complete()
-        self.from_passes.complete()
+        observed.complete(recorded.marks)
+        self.from_passes.complete(recorded.marks)
         good = finite(found)
         new = {layer: one for layer, one in found.items() if layer not in known and layer not in good}
         if bad := nonfinite_cause(recorded.layers, new):

@@ -79,9 +79,7 @@ class PerExampleSquares(Source):
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, dict[tuple[int, int], Any]] = {}  # of losses, by pass
         self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
-        self.unknown = (
-            False  # whether it is not known which calls belong to one pass: compiled, or outside of the model
-        )
+        self.unknown = False  # whether calls are compiled, or outside of the model: it is not known which make a pass
         self.passes: dict[int, set[tuple[int, int]]] = {}  # siblings -> their passes since gradients were zero
         self.squared: set[tuple[int, tuple[int, int]]] = set()  # siblings and passes
         self.lost: str | None = None  # a layer that got errors of a pass that was squared before
