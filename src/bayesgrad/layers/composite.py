@@ -107,9 +107,12 @@ def _value(module: nn.Module, path: str | None) -> Any:
 
 def _has_own(module: nn.Module, paths: Iterable[Paths]) -> bool:
     """Whether the weights and biases at these paths are parameters, and not computed from them."""
-    paths = list(paths)
-    there = all(_value(module, weight) is not None for weight, _ in paths)
-    return there and not any(is_derived(*_place(module, path)) for both in paths for path in both if path is not None)
+    for weight, bias in paths:  # no generators: torch.compile traces each in frames of its own
+        if _value(module, weight) is None or is_derived(*_place(module, weight)):
+            return False
+        if bias is not None and is_derived(*_place(module, bias)):
+            return False
+    return True
 
 
 def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:

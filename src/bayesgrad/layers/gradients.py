@@ -381,6 +381,9 @@ def _quotient(total: Tensor) -> Tensor:
 
 
 def _inner_products(now: Tensor, then: Tensor) -> Tensor:
+    """Of numbers now and then, then and then, now and now; of half precision in float32, as products lose digits."""
+    if now.dtype in (torch.float16, torch.bfloat16):
+        now, then = now.float(), then.float()
     return torch.stack([torch.dot(now, then), torch.dot(then, then), torch.dot(now, now)])
 
 
