@@ -297,8 +297,8 @@ class GradientMarks:
         1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
         least-squares fit. Entries that are zero now are left out, so that a mask does not count as a factor.
         """
-        found = self._products(params)
-        return None if not found else _quotient(_total(found.values()))
+        (found,) = self._products([params])
+        return None if found is None else _quotient(found)
 
     def factors(self, several: Sequence[Iterable[Tensor]], what: str) -> list[Tensor | None]:
         """As `factor`, for the gradients of some parameters each; all processes have to call this.
@@ -310,12 +310,10 @@ class GradientMarks:
             several: parameters whose gradients have one factor.
             what: is multiplied by the factors, for the warning.
         """
-        by = self._products(dict.fromkeys(p for some in several for p in some))
-        totals = {i: _total(own) for i, some in enumerate(several) if (own := [by[p] for p in some if p in by])}
-        if not totals:
+        found = self._products(several)
+        if not (totals := [total for total in found if total is not None]):
             return [None] * len(several)
-        every = _total(totals.values())
-        if self._compares and not self._warned and any(bool(_differs(total)) for total in totals.values()):
+        if self._compares and not self._warned and any(bool(_differs(total)) for total in totals):
             self._warned = True
             warnings.warn(
                 "gradients were changed between backward() and step(), by other than a factor for each layer, and "
@@ -323,21 +321,21 @@ class GradientMarks:
                 "clip norms instead of values.",
                 stacklevel=2,
             )
-        common = _quotient(every)
+        common = _quotient(_total(totals))
         return [
-            None if i not in totals else torch.where(totals[i][1] > 0, _quotient(totals[i]), common.to(totals[i]))
-            for i in range(len(several))
+            None if total is None else torch.where(total[1] > 0, _quotient(total), common.to(total)) for total in found
         ]
 
-    def _products(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Inner products of entries of each gradient now and then: now·then, then·then and now·now."""
-        marked = {p: self.marks[p].sample for p in params if p in self.marks and p.grad is not None}
-        pairs = {p: (then, now) for p, then in marked.items() if (now := _sample(gradient_of(p))).shape == then.shape}
-        found = []
-        for then, now in pairs.values():
-            now = now.contiguous()  # products of equal numbers are rounded alike: a factor of 1 is exact
-            found.append(_inner_products(now, torch.where(now == 0, 0.0, then)))
-        return dict(zip(pairs, summed(found, list(pairs)) if self.sharded else found))
+    def _products(self, several: Sequence[Iterable[Tensor]]) -> list[Tensor | None]:
+        """`_inner_products` of entries of gradients now and then, over some parameters each."""
+        sets = [[p for p in some if p in self.marks and p.grad is not None] for some in several]
+        pairs = {p: (_sample(gradient_of(p)), self.marks[p].sample) for some in sets for p in some}
+        pairs = {p: (now, then) for p, (now, then) in pairs.items() if now.shape == then.shape}
+        sets = [[p for p in some if p in pairs] for some in sets]
+        if not self.sharded:
+            return [_inner_products(*map(_joined, zip(*[pairs[p] for p in some]))) if some else None for some in sets]
+        single = dict(zip(pairs, summed([_inner_products(*pair) for pair in pairs.values()], list(pairs))))
+        return [_total([single[p] for p in some]) if some else None for some in sets]
 
     def inherit(self, earlier: GradientMarks) -> None:
         """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
@@ -359,8 +357,7 @@ def factor_between(now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
 
     Entries that are zero now, or not finite, are left out.
     """
-    used = now.isfinite() & (now != 0)
-    total = _inner_products(*(torch.where(used, t, 0.0).flatten() for t in (now, then)))
+    total = _inner_products(*(torch.where(now.isfinite(), t, 0.0).flatten() for t in (now, then)))
     multiple = ~_differs(total)
     return torch.where(multiple, _quotient(total), 1.0), multiple
 
@@ -371,9 +368,18 @@ def is_clamped(now: Tensor, then: Tensor) -> Tensor:
     return (now == then.clamp(-bound, bound)).all()
 
 
-def _total(products: Iterable[Tensor]) -> Tensor:
-    several = list(products)
-    return torch.stack([one.to(several[0]) for one in several]).sum(0)
+def _total(products: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.to(products[0]) for one in products]).sum(0)
+
+
+def _joined(several: Sequence[Tensor]) -> Tensor:
+    """Vectors one after the other; those of half precision in float32, because products lose digits."""
+    several = [_precise(one) for one in several]
+    return torch.cat([one.to(several[0]) for one in several])
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _quotient(total: Tensor) -> Tensor:
@@ -381,9 +387,9 @@ def _quotient(total: Tensor) -> Tensor:
 
 
 def _inner_products(now: Tensor, then: Tensor) -> Tensor:
-    """Of numbers now and then, then and then, now and now; of half precision in float32, as products lose digits."""
-    if now.dtype in (torch.float16, torch.bfloat16):
-        now, then = now.float(), then.float()
+    """now·then, then·then and now·now of vectors, over entries that are not zero now."""
+    now = _precise(now).contiguous()  # products of equal numbers are rounded alike: a factor of 1 is exact
+    then = torch.where(now == 0, 0.0, _precise(then))
     return torch.stack([torch.dot(now, then), torch.dot(then, then), torch.dot(now, now)])
 
 

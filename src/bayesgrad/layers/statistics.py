@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ from bayesgrad.layers.call import LayerCall, loss_id
 from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import Moment, has_finite_square, joined, norm
+from bayesgrad.layers.pass_losses import PassLosses
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
 SIDES = ("input", "error")
@@ -97,11 +98,10 @@ class LayerStatistics:
     def losses(self) -> float:
         return sum(self._losses.values()) + self._others
 
-    def count_others(self, losses: Mapping[tuple[int, int], float]) -> None:
-        """Counts the losses of these passes too (`loss_id`), unless they are its own or those of all processes."""
-        own = set(map(loss_id, self._losses))
+    def count_others(self, losses: PassLosses) -> None:
+        """Counts the losses of other passes too, unless its own are those of all processes."""
         if not self._shared:
-            self._others = sum(count for key, count in losses.items() if key not in own)
+            self._others = losses.beside(set(map(loss_id, self._losses)))
 
     @classmethod
     def of(

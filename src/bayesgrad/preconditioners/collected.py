@@ -5,32 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bayesgrad.layers.call import COMPILED, LayerCall
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.pass_losses import PassLosses
 from bayesgrad.layers.statistics import LayerStatistics
 
 
 class Collected(dict[Layer, LayerStatistics]):
-    """Layer -> its statistics, and the losses of all passes, of which a layer may have a part: one of several heads."""
+    """Layer -> its statistics, and the losses of all passes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses: dict[tuple[int, int], float] = {}  # of each pass
-        self.used: dict[Layer, set[tuple[int, int]]] = {}  # passes in which a layer was called
-        self.unknown = False  # whether it is not known which calls belong to one pass
+        self.losses = PassLosses()
 
     def note(self, layer: Layer, call: LayerCall, losses: Callable[[], float | None]) -> None:
         """Notes a call of a layer, also if its statistics are not due."""
-        if (key := call.loss_id) not in self.losses:
-            found = losses()
-            self.unknown |= found is None or call.forward_id >= COMPILED
-            self.losses[key] = found or 0.0
-        self.used.setdefault(layer, set()).add(key)
+        known = self.losses.counts.get(call.loss_id)
+        found = losses() if known is None else known
+        self.losses.note(layer, call, found or 0.0, found is not None)
 
     def pop(self, layer: Layer, default: Any = None) -> Any:
         """Forgets a layer, whose gradient is zero."""
-        self.used.pop(layer, None)
+        self.losses.forget(layer)
         return super().pop(layer, default)
 
     def complete(self, marks: GradientMarks) -> None:
@@ -38,13 +35,11 @@ class Collected(dict[Layer, LayerStatistics]):
 
         Not in compiled models, and for layers that are called outside of the model.
         """
-        if self.unknown or len(set(map(frozenset, self.used.values()))) == 1:  # all layers have all passes
+        if self.losses.unknown or not self.losses.differ():
             return
-        for layer in [one for one in self.used if marks.restarted(one.members)]:
-            del self.used[layer]  # of a pass that was given up
-        alive = set[tuple[int, int]]().union(*self.used.values())
+        self.losses.forget_lost(lambda layer: marks.restarted(layer.members))
         for statistics in self.values():
-            statistics.count_others({key: self.losses[key] for key in alive})
+            statistics.count_others(self.losses)
 
     def drop_empty(self) -> None:
         """Forgets layers that no process has called."""

@@ -15,6 +15,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import COMPILED, LayerCall, loss_id
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.observed import loss_weights
+from bayesgrad.layers.pass_losses import PassLosses
 from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.statistics import SPLIT
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source
@@ -78,9 +79,7 @@ class PerExampleSquares(Source):
         self.began: dict[int, int] = {}  # siblings -> their latest backward pass
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, dict[tuple[int, int], Any]] = {}  # of losses, by pass
-        self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
-        self.unknown = False  # whether calls are compiled, or outside of the model: it is not known which make a pass
-        self.passes: dict[int, set[tuple[int, int]]] = {}  # siblings -> their passes since gradients were zero
+        self.losses = PassLosses()
         self.squared: set[tuple[int, tuple[int, int]]] = set()  # siblings and passes
         self.lost: str | None = None  # a layer that got errors of a pass that was squared before
         self.mixed: set[int] = set()  # ids of parameters of layers that mix examples
@@ -117,7 +116,7 @@ class PerExampleSquares(Source):
                 self.counts.pop(p, None)
                 self.mixed.discard(id(p))
             self.squared = {(other, passed) for other, passed in self.squared if other != key}
-            self.passes.pop(key, None)
+            self.losses.forget(key)
         elif before and before[-1].pass_id != call.pass_id:
             self.squared.add((key, before[-1].pass_id))
             self._square(*self.pending.pop(key))
@@ -125,9 +124,7 @@ class PerExampleSquares(Source):
         if (key, call.pass_id) in self.squared:
             self.lost = call.name
         self.pending.setdefault(key, (count, []))[1].append(call.kept())
-        self.unknown |= forward is None or call.forward_id >= COMPILED
-        self.losses[call.loss_id] = call.backward_id, count
-        self.passes.setdefault(key, set()).add(call.loss_id)
+        self.losses.note(key, call, count, forward is not None)
 
     def _restarts(self, key: int, call: LayerCall) -> bool:
         """Whether a call is the first of siblings in a backward pass, and the gradients of all of them are zero."""
@@ -158,18 +155,18 @@ class PerExampleSquares(Source):
 
     def _forget_lost_passes(self) -> None:
         """Forgets the losses of passes that were given up: all siblings that had them began anew, or are zero."""
-        latest = max(self.began.values())
-        for key in [key for key in self.passes if self.began[key] != latest]:
-            if self.recorded.marks.restarted([p for p in self.parameters[key] if p.requires_grad]):
-                del self.passes[key]
-        alive = set[tuple[int, int]]().union(*self.passes.values())
-        self.losses = {key: one for key, one in self.losses.items() if key in alive}
+        latest, marks = max(self.began.values()), self.recorded.marks
+
+        def lost(key: int) -> bool:
+            own = [p for p in self.parameters[key] if p.requires_grad]
+            return self.began[key] != latest and marks.restarted(own)
+
+        self.losses.forget_lost(lost)
 
     def _count_of(self, p: Tensor) -> Any:
         """The number of losses of all passes, also of those that do not depend on the parameter."""
         own = self.counts[p]
-        known = set(self.losses if self.unknown else map(loss_id, own))
-        return sum(own.values()) + sum(count for key, (_, count) in self.losses.items() if key not in known)
+        return sum(own.values()) + self.losses.beside(set(map(loss_id, own)))
 
     def _square_pending(self, params: list[Tensor]) -> None:
         frozen = [p for p in params if not p.requires_grad]  # since the backward pass
@@ -222,9 +219,9 @@ class PerExampleSquares(Source):
 
         def receive(found: Sum) -> None:
             self.mixed = {id(p) for p, number in zip(params, found.total.tolist()) if number}
-            self.losses = {SHARED: (0, found.count)} if self.losses else {}
+            self.losses.counts = {SHARED: found.count} if self.losses.counts else {}
 
-        exchange.add(Sum(flags, sum(count for _, count in self.losses.values())), receive)
+        exchange.add(Sum(flags, self.losses.total()), receive)
         self.recorded.marks.share(exchange)
 
     def _receive(self, p: Tensor, found: Sum) -> None:
@@ -255,13 +252,13 @@ class PerExampleSquares(Source):
             return self._observed_squares(params)
         self._square_pending(params)
         every = [p for m in self.recorded.recorder.layers.values() for p in layers.own_parameters(m).values()]
-        if params and not self.losses and not any(p.requires_grad or p.grad is not None for p in every):
+        if params and not self.losses.counts and not any(p.requires_grad or p.grad is not None for p in every):
             raise ValueError(
                 f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
                 "layers, but found none of them that is trained: use IVON, or fisher='sampled' or 'exact' with "
                 "observe(outputs)."
             )
-        if not self.losses and any(map(has_nonzero_gradient, params)):
+        if not self.losses.counts and any(map(has_nonzero_gradient, params)):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
         if self.lost is not None:
             raise ValueError(SPLIT.format(self.lost))
@@ -279,7 +276,7 @@ class PerExampleSquares(Source):
         for (p, squares), factor in zip(found.items(), factors):
             square = 1.0 if factor is None else factor.to(squares).square()
             found[p] = squares * (self._count_of(p) * square)
-        return self._with_fallback(found, params, sum(count for _, count in self.losses.values()) or 1)
+        return self._with_fallback(found, params, self.losses.total() or 1)
 
     def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:
         """The squares of mean gradients, times the number of losses, for parameters without others."""
