@@ -333,7 +333,7 @@ def refresh_flops(rank: int | None, size: int) -> int:
     aten = torch.ops.aten
     work = {
         aten.linalg_cholesky_ex: lambda a, *_, **__: a[0] * a[-1] ** 3 // 3,
-        aten.linalg_solve_triangular: lambda a, b, *_, **__: a[0] * a[-1] ** 2 * b[-1],
+        aten.cholesky_inverse: lambda a, *_, **__: a[0] * 2 * a[-1] ** 3 // 3,
     }
     part, total = optimizer.preconditioner, []
     for method in ("share", "_refresh"):
