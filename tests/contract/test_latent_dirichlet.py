@@ -83,7 +83,7 @@ def test_partial_fit_goes_on_from_fit() -> None:
     """With the step sizes that would have come next."""
     model = LatentDirichlet(3, method="svi", batch_size=10, max_iter=2, tol=0, random_state=0).fit(X)
     before = model.components_.copy()
-    model.set_params(mean_change_tol=0).partial_fit(X[:5])
+    model.set_params(mean_change_tol=0, total_samples=None).partial_fit(X[:5])
     rho = (7 + 10.0) ** -0.7
     lost = (1 - rho) * before.sum() + rho * (X[:5].sum() * 35 / 5 + 24 / 3)
     assert model.components_.sum() == pytest.approx(lost, rel=1e-12)

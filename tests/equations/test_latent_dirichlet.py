@@ -225,12 +225,12 @@ def test_bounds_are_scikit_learns_where_both_are_exact() -> None:
 
 
 def test_a_whole_step_of_a_stream_is_a_sweep() -> None:
-    X, settings = corpus(), dict(method="batch", random_state=0, doc_topic_prior=ALPHA, topic_word_prior=ETA)
-    settings["mean_change_tol"] = 0
-    stream = LatentDirichlet(3, learning_offset=0.0, learning_decay=1.0, **settings).partial_fit(X)
-    sweep = LatentDirichlet(3, max_iter=1, tol=0, **settings).fit(X)
-    assert np.array_equal(stream.components_, sweep.components_)
-    assert stream.elbos_ == [sweep.elbos_[0]]
+    """From random initial values of the documents, and with their number as the total."""
+    X, settings = corpus(), dict(random_state=0, doc_topic_prior=ALPHA, topic_word_prior=ETA, total_samples=None)
+    model = LatentDirichlet(3, learning_offset=0.0, learning_decay=1.0, mean_change_tol=0, **settings).partial_fit(X)
+    random = np.random.RandomState(0)
+    topics, start = random.gamma(100.0, 0.01, (3, X.shape[1])), random.gamma(100.0, 0.01, (len(X), 3))
+    assert_close(model.components_, ETA + transcribed(X, topics, start, 100)[1], rtol=1e-12, atol=0)
 
 
 def test_a_pass_is_steps_towards_unbiased_messages() -> None:
@@ -267,7 +267,7 @@ def test_extreme_priors(prior: float) -> None:
 
 def test_full_iterations_use_few_document_iterations_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation n uses 3n iterations (before the seventh nothing jumps ahead), unless the tolerance is 0; so do
-    full iterations, but not streams and predictions."""
+    full iterations and streams, but not streams after them or of known topics, passes and predictions."""
     X, topics = corpus(), np.random.default_rng(1).gamma(2.0, 1.0, (3, 15))
     start = torch.ones(len(X), 3, dtype=torch.float64)
     early = DocumentsFactor(node(topics), kept(X), ALPHA, start, tolerance=1e-300, ramp_up=True)
@@ -284,6 +284,14 @@ def test_full_iterations_use_few_document_iterations_at_first(monkeypatch: pytes
     model = LatentDirichlet(2, method="batch", max_iter=5, tol=0, random_state=0).fit(X)
     model.partial_fit(X)
     model.transform(X)
-    LatentDirichlet(2, method="svi", batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
-    assert [factor.ramp_up for factor in seen] == [True, False, False, False, False, False]
+    assert [factor.ramp_up for factor in seen] == [True, False, False]
     assert seen[0].evaluations == 6
+
+    seen.clear()
+    LatentDirichlet(2, method="svi", batch_size=len(X) // 2, max_iter=1, tol=0, random_state=0).fit(X)
+    stream = LatentDirichlet(2, random_state=0).partial_fit(X).partial_fit(X)
+    assert [factor.ramp_up for factor in seen] == [False, False, False, True, True]
+    assert [factor.evaluations for factor in seen[3:]] == [1, 2]
+    seen.clear()
+    LatentDirichlet.from_parameters(stream.components_).partial_fit(X)
+    assert not seen[0].ramp_up

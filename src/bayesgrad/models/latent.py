@@ -84,6 +84,10 @@ class Latent(Estimator, ABC):
     def _data_factor(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         """The factor of the data."""
 
+    def _stream_factor(self, data: Any, nodes: Sequence[Node], scale: float) -> LatentVariableFactor:
+        """The factor of a batch of `partial_fit`, number `_batches`."""
+        return self._data_factor(data, nodes, scale)
+
     def _full_data_factor(self, data: Any, nodes: Sequence[Node]) -> LatentVariableFactor:
         """The factor of all data for full iterations, which evaluate it repeatedly."""
         return self._data_factor(data, nodes)
@@ -196,7 +200,7 @@ class Latent(Estimator, ABC):
         self._rows += len(data)
         self._batches += 1
         total = self._rows if self.total_samples is None else self.total_samples
-        factors = [*self._priors(self._nodes), self._data_factor(data, self._nodes, total / len(data))]
+        factors = [*self._priors(self._nodes), self._stream_factor(data, self._nodes, total / len(data))]
         try:
             bound = float(elbo(self._nodes, factors))
             step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)

@@ -47,10 +47,10 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         doc_topic_prior, topic_word_prior: alpha and η; None for 1/K.
         learning_decay, learning_offset: for `"svi"` and `partial_fit`.
         batch_size: number of documents per step of `"svi"`.
-        total_samples: total number of documents for `partial_fit`, if only as a guess. None for the number so far,
-            with which the first batches count little, and topics form late.
+        total_samples: number of documents that `partial_fit` takes the posterior to be of, as in scikit-learn. None for
+            the number so far, with which the first batches count little, and topics form late.
         max_doc_update_iter: maximum number of iterations within a document.
-            Iteration n of `"batch"` uses at most 3n.
+            Iteration n of `"batch"`, and batch n of `partial_fit`, use at most 3n.
         mean_change_tol: stop them when the mean change of a document's concentrations is below this; 0 never stops.
         max_iter: maximum number of passes or iterations.
         tol: stop when the change of the bound per word is below this; 0 never stops, and `"svi"` then computes the
@@ -78,10 +78,10 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     [0, 1, 0, 1]
 
     Reference: Khan and Rue 2023, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
-    Differs from scikit-learn: `"svi"` shuffles. `score` is a mean over documents. It and `perplexity` are those of
-    documents given the posterior of the topics; they do not include the divergence of the topics from their prior. In
-    `"batch"` documents start with equal proportions, keep those of the last iteration if they were better, and use few
-    iterations within documents at first.
+    Differs from scikit-learn: `"svi"` shuffles. The first batches of `partial_fit` use few iterations within documents.
+    `score` is a mean over documents. It and `perplexity` are those of documents given the posterior of the topics; they
+    do not include the divergence of the topics from their prior. In `"batch"` documents start with equal proportions,
+    keep those of the last iteration if they were better, and use few iterations within documents at first.
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
@@ -98,6 +98,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     max_doc_update_iter: int = 100
     mean_change_tol: float = 1e-3
     max_iter: int = 100
+    total_samples: float | None = 1e6
     tol: float = 1e-3
     random_state: Any = None
 
@@ -123,7 +124,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         model = cls(len(given), **settings)
         model._check_settings()
         model.n_features_in_, model._device = given.shape[1], None
-        model._random = check_random_state(model.random_state)
+        model._random, model._formed = check_random_state(model.random_state), True
         return model._begun_with([Node(DIRICHLET, DIRICHLET.of(given), name="topics")])
 
     # --- the methods of `Latent` ---
@@ -185,7 +186,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
-        self._random = random  # initial values of documents come from the same stream
+        # Initial values of documents come from the same stream. Topics are formed when full iterations have ended.
+        self._random, self._formed = random, False
         drawn = random.gamma(100.0, 0.01, (self.n_components, self.n_features_in_))
         return [Node(DIRICHLET, DIRICHLET.of(torch.as_tensor(drawn, device=data.device)), name="topics")]
 
@@ -196,13 +198,23 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     def _data_factor(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> DocumentsFactor:
         # Iterations evaluate a document repeatedly: the same random start would lead to the same bad maximum.
-        shape = len(data), self.n_components
-        drawn = self._random.gamma(100.0, 0.01, shape) if self.method == "svi" else np.ones(shape)
-        return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
+        random = self.method == "svi"
+        return self._documents(
+            data, nodes[0], self._drawn(data) if random else torch.ones(len(data), self.n_components), scale
+        )
+
+    def _stream_factor(self, data: Counts, nodes: Sequence[Node], scale: float) -> DocumentsFactor:
+        factor = self._documents(data, nodes[0], self._drawn(data), scale)
+        factor.ramp_up, factor.evaluations = not self._formed, self._batches - 1
+        return factor
+
+    def _drawn(self, data: Counts) -> Tensor:
+        """Random initial values of documents."""
+        return torch.as_tensor(self._random.gamma(100.0, 0.01, (len(data), self.n_components)))
 
     def _full_data_factor(self, data: Counts, nodes: Sequence[Node]) -> DocumentsFactor:
         factor = self._data_factor(data, nodes)
-        factor.ramp_up = True
+        factor.ramp_up = self._formed = True
         return factor
 
     def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> DocumentsFactor:
