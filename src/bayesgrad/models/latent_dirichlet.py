@@ -20,6 +20,7 @@ from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models import checks
 from bayesgrad.models.documents import Counts, DocumentsFactor
 from bayesgrad.models.latent import Latent
+from bayesgrad.warning import warn
 
 METHODS = ("svi", "batch")
 DIRICHLET = Dirichlet()
@@ -181,7 +182,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError("X contains no words: every count is zero.")
         if len(empty):
             few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
-            checks.warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
+            warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from bayesgrad.posterior.heldout import VarianceTable
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 from bayesgrad.predictions import Interval
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
+from bayesgrad.warning import warn
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
@@ -227,11 +227,10 @@ class LaplacePosterior(GaussianPosterior):
         self._set(*read(found))
         self.noise_chosen |= noise_scale
         if noise_scale and method == "evidence" and self.noise_scale > TOO_NOISY * self.fit.rmse:
-            warnings.warn(
+            warn(
                 f"tune_prior found a noise of {self.noise_scale:.4g}, more than {TOO_NOISY} times the root-mean-square "
                 f"error on the data of laplace(), {self.fit.rmse:.4g}: the evidence of this structure may not suit the "
                 "network, and intervals may be far too wide; use tune_prior(method='heldout', heldout=...).",
-                stacklevel=2,
             )
         return self
 
@@ -309,10 +308,9 @@ class LaplacePosterior(GaussianPosterior):
             Gaussian.kind,
         ):
             self._warned = True
-            warnings.warn(
+            warn(
                 "the noise of the data was neither given nor tuned, so the interval is for a standard deviation of "
                 f"{self.noise_scale:.4g}: call tune_prior(), or pass noise_scale= to laplace().",
-                stacklevel=2,
             )
         return super().interval(x, level, **options)
 

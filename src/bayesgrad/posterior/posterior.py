@@ -158,7 +158,7 @@ class Posterior(WeightDistribution):
         reading = self._reading(likelihood)
         check_link(link, reading, decompose)
         network = self._network(x, model, samples, chunk, statistics)
-        self._warn_of_statistics(chosen, model, statistics, 7)
+        self._warn_of_statistics(chosen, model, statistics)
         with evaluation_mode(network.model):
             if chosen == "linear":
                 closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
@@ -182,9 +182,9 @@ class Posterior(WeightDistribution):
                 found.add(network(self._cast(getattr(self, chosen), network.model)))
         return found.decomposed() if decompose else found.prediction()
 
-    def _warn_of_statistics(self, method: str, model: nn.Module | None, statistics: Statistics, level: int) -> None:
+    def _warn_of_statistics(self, method: str, model: nn.Module | None, statistics: Statistics) -> None:
         if statistics is None and method not in self.central:
-            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY, level)
+            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY)
 
     def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
         """The interval of a new label with probability `level`: mean ± z s, where s² has the noise of the data too.
@@ -242,7 +242,7 @@ class Posterior(WeightDistribution):
         """
         chosen = self.method if method is None else method
         network = self._network(x, model, samples, None, statistics)
-        self._warn_of_statistics(chosen, model, statistics, 4)
+        self._warn_of_statistics(chosen, model, statistics)
         reading = self._reading(likelihood)
         with evaluation_mode(network.model):
             if chosen == "linear":
