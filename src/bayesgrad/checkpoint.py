@@ -15,7 +15,7 @@ from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOO
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
 from bayesgrad.parts import Part, entries
-from bayesgrad.saved_state import NAMES, check_saved, copied, in_order, pairs, unshared, written_names
+from bayesgrad.saved_state import NAMES, check_rule, check_saved, copied, in_order, pairs, unshared, written_names
 from bayesgrad.schedule import warn_above_reference
 from bayesgrad.warning import warn
 
@@ -225,6 +225,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.require_training("load_state_dict()")
         if not isinstance(state_dict, dict):
             raise ValueError(f"the state of {type(self).__name__} must be a dict, got {type(state_dict).__name__}.")
+        check_rule(self, state_dict)
         loaded: dict[str, Any] = {}
 
         def check(_: Any, given: dict[str, Any]) -> None:
