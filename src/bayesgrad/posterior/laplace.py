@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.data_shards import DataShard, data_of
-from bayesgrad.layers.batches import Inputs, ProgressLine, split_batch
+from bayesgrad.layers.batches import ProgressLine, split_batch
 from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
 from bayesgrad.likelihoods import Gaussian, Likelihood, named
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.heldout import VarianceTable
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
-from bayesgrad.predictions import Interval
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
 from bayesgrad.warning import warn
 
@@ -302,17 +301,15 @@ class LaplacePosterior(GaussianPosterior):
         total, count = data.total([total, count], next(network.parameters()).device)
         return total / count
 
-    def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
-        if not (self.noise_chosen or self._warned) and options.get("likelihood", self.likelihood) in (
-            None,
-            Gaussian.kind,
-        ):
+    def _reading_with_noise(self, likelihood: str | Likelihood | None) -> Likelihood:
+        given = self.likelihood if likelihood is None else likelihood
+        if not (self.noise_chosen or self._warned) and given == Gaussian.kind:
             self._warned = True
             warn(
-                "the noise of the data was neither given nor tuned, so the interval is for a standard deviation of "
+                "the noise of the data was neither given nor tuned, so it has a standard deviation of "
                 f"{self.noise_scale:.4g}: call tune_prior(), or pass noise_scale= to laplace().",
             )
-        return super().interval(x, level, **options)
+        return super()._reading_with_noise(likelihood)
 
     def _summary(self) -> dict[str, Any]:
         structures = dict.fromkeys(getattr(h, "name", h.kind) for h in self.hessians)
