@@ -168,7 +168,8 @@ class STE(BinaryOptimizer):
 
     Args:
         params: parameters, named parameters or param groups. All that require gradients become binary.
-        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without it, try a tenth.
+        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without it, try a tenth. On MNIST,
+            `lr=1, weight_decay=0.01` had half the error: search 0.03 to 3.
         momentum: decay of the gradient's average.
         weight_decay: lambda, of the latent weights. Without it they may grow until no gradient changes their sign.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
