@@ -50,7 +50,7 @@ class Case:
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
         """The optimizer for all parameters of a model; warnings about fallbacks and temperatures are ignored."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
+            warnings.filterwarnings("ignore", ".* trains .* by |lr=.* (samples at temperature|is not small)")
             return self(model if self.layers else model.named_parameters(), **options)
 
 

@@ -45,6 +45,7 @@ LAYERS = [
     ["shards"],
     ["joining", "lost_processes", "process_limits"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
+    ["warning"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -72,6 +73,12 @@ def test_imports_point_downwards() -> None:
         assert top in LEVEL, f"{path.name} has no place in the layout"
         upward += [f"{top} imports {name}" for name in imported(path) if name != top and LEVEL[name] <= LEVEL[top]]
     assert not upward
+
+
+def test_warnings_name_the_line_of_the_user() -> None:
+    """By one function: a number of frames would be right for one way to call only."""
+    found = [path.name for path in SOURCE.rglob("*.py") if "warnings.warn(" in path.read_text()]
+    assert found == ["warning.py"]
 
 
 def test_importing_needs_nothing_but_torch_and_numpy_and_no_compiler() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOO
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
 from bayesgrad.parts import Part, entries
-from bayesgrad.saved_state import NAMES, check_saved, copied, in_order, pairs, unshared, written_names
+from bayesgrad.saved_state import NAMES, check_rule, check_saved, copied, in_order, pairs, unshared, written_names
 from bayesgrad.schedule import warn_above_reference
+from bayesgrad.warning import warn
 
 NONFINITE = ("ignore", "raise", "skip")
 DRAWS = "draws"  # in the first group: the number of random draws so far
@@ -188,11 +188,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Warns once of a batch with more examples than there are data; a loss that is a sum may have num_data=1."""
         if "num_data" not in self.warned:
             self.warned.add("num_data")
-            warnings.warn(
+            warn(
                 f"num_data={self.param_groups[0]['num_data']:g} is less than the {examples} examples of a batch: it is "
                 "the number of training examples, and the loss is a mean over examples. Pass num_data=len(dataset).",
-                UserWarning,
-                stacklevel=3,
             )
 
     @property
@@ -227,6 +225,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.require_training("load_state_dict()")
         if not isinstance(state_dict, dict):
             raise ValueError(f"the state of {type(self).__name__} must be a dict, got {type(state_dict).__name__}.")
+        check_rule(self, state_dict)
         loaded: dict[str, Any] = {}
 
         def check(_: Any, given: dict[str, Any]) -> None:
@@ -356,10 +355,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
             if trained is not None and id(p) not in kept:
                 p.copy_(trained)
         if changed:
-            warnings.warn(
+            warn(
                 f"{self.name_of(changed[0])} was changed since eval(): train() keeps the new weights, in place of "
                 "those before eval(). Call train() before loading a checkpoint.",
-                stacklevel=3,
             )
         self.weights_changed()
         for buffer, value in self._statistics:

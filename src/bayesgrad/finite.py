@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.parts import Host, Part
 from bayesgrad.shards import any_process, count_of, gradient_of, local
+from bayesgrad.warning import warn
 
 EVERY = 1000  # steps between two checks with nonfinite="ignore"
 
@@ -76,12 +76,11 @@ class FiniteCheck:
         bad = next((words for look in looks for words in look), None)
         if bad is not None:
             self.warned = True
-            warnings.warn(
+            warn(
                 f"{optimizer.__class__.__name__}: {bad}, found at step {self.steps}. With nonfinite='ignore' it "
                 "spreads to all weights, as in torch.optim: go back to the last good checkpoint, check the batch and "
                 "the loss, and pass nonfinite='raise' or nonfinite='skip'.",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
 

@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesgrad.warning import warn
+
 Row = tuple[Tensor, ...]  # (weight, gradient, *state), each (n,)
 Place = tuple[int, ...]  # (*key, position of the first element)
 
@@ -226,11 +228,10 @@ def _kernel(
         except Exception as error:  # compiler failures have many types; none may stop training
             _unusable.add(device.type)
             reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-            warnings.warn(
+            warn(
                 f"compiling the optimizer step for {device.type} failed ({reason.strip()}); running it in eager mode, "
                 "which gives the same numbers more slowly. Pass fused=False to use eager mode from the start.",
                 RuntimeWarning,
-                stacklevel=2,
             )
             _compiled[key] = None
     return _compiled[key]

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bayesgrad.warning import warn
+
 BINS = 15
+WIDE, SEVERAL = 2.0, 20  # the median error in predicted deviations, and the number of errors, to warn from
 NORMALISED = 0.01  # the largest deviation of a log of summed probabilities from 0; half precision rounds by less
 
 
@@ -90,6 +93,11 @@ def entropy(p: Tensor) -> Tensor:
 def auroc(inside: Tensor, outside: Tensor) -> float:
     """The probability that an outside example has the higher value, for example uncertainty; ties count half.
 
+    The order counts: swapped arguments give 1 - AUROC. Keywords make it plain:
+
+        >>> auroc(inside=torch.tensor([0.1, 0.3]), outside=torch.tensor([0.2, 0.9]))
+        0.75
+
     Args:
         inside: values of examples like the training data, such as those of `posterior.ood_score`.
         outside: values of examples unlike them, which should be higher: 1 if all of them are, 0.5 for no difference.
@@ -108,17 +116,28 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
 def regression(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0.9) -> dict[str, float]:
     """Root mean squared error, mean negative log-likelihood of N(mean, variance), and coverage of intervals.
 
+    `regression(*posterior.predict(x, noise=True), targets)` are the scores of a posterior. Without `noise=True`,
+    variances are those of the network's outputs alone. A warning says if half of the errors are larger than two of the
+    predicted standard deviations, which is likely to have this reason.
+
     Args:
         variance: of the targets: the variance of the outputs plus that of the noise.
         level: of the central intervals.
 
     Checked by: tests/equations/test_metrics.py.
     """
-    return {
+    found = {
         "rmse": (mean - targets).double().square().mean().sqrt().item(),
         "nll": gaussian_nll(mean, variance, targets).mean().item(),
         "coverage": coverage(mean, variance, targets, level),
     }
+    middle = ((mean - targets) / variance.sqrt()).double().abs().median()  # NaN if one is
+    if targets.numel() >= SEVERAL and bool(middle > WIDE):
+        warn(
+            f"half of the errors are larger than {middle:.2g} predicted standard deviations, and 0.67 is expected: "
+            "variance must be that of the targets, with the noise of the data, as in posterior.predict(x, noise=True)."
+        )
+    return found
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ also load a state, which discards the evidence, but not the gradients. Both are 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from bayesgrad.distributed import after_averaging
 from bayesgrad.parts import Host, Part
 from bayesgrad.shards import any_process, local, version
+from bayesgrad.warning import warn
 
 Versions = list[tuple[int, int]]
 
@@ -183,11 +183,10 @@ def warned_of_interrupts(what: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        warnings.warn(
+        warn(
             f"{what} was interrupted: some weights may have taken the step, and others not. To continue the run "
             "exactly, load model and optimizer from a checkpoint.",
             RuntimeWarning,
-            stacklevel=4,
         )
         raise
 

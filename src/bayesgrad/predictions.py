@@ -10,7 +10,7 @@ from torch import Tensor
 class Moments(NamedTuple):
     """Mean and variance of the network's outputs f under the posterior of the weights, without the noise of the data.
 
-    A new label has the variance `variance + noise_scale**2`.
+    A new label has the variance `variance + noise_scale**2`, which `predict(x, noise=True)` returns in its place.
     """
 
     mean: Tensor

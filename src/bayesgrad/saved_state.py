@@ -27,6 +27,15 @@ class Restored(Protocol):
     def is_partial(self, entry: Mapping[str, Tensor]) -> bool: ...
 
 
+def check_rule(optimizer: Restored, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError if a state dict is that of another rule, or of an optimizer of another package."""
+    groups, name = saved.get("param_groups"), type(optimizer).__name__
+    for group in groups if isinstance(groups, list) else ():
+        if isinstance(group, Mapping) and (rule := group.get("rule")) != name:
+            other = "another optimizer, as of torch.optim: its groups name no rule" if rule is None else rule
+            raise ValueError(f"the saved state is that of {other}, but this optimizer is {name}.")
+
+
 def check_saved(optimizer: Restored, saved: Mapping[str, Any]) -> None:
     """Raises ValueError if a state dict does not fit the optimizer's class, groups or parameters."""
     name = type(optimizer).__name__
@@ -36,19 +45,18 @@ def check_saved(optimizer: Restored, saved: Mapping[str, Any]) -> None:
         raise ValueError(
             f"a state of {name} must have 'state' and 'param_groups', but one is missing: is the file truncated?"
         )
+    check_rule(optimizer, saved)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     given = [len(group.get("params", ())) for group in saved["param_groups"]]
     if sizes != given:
         raise ValueError(f"the saved state has param groups of {given} parameters, but this {name} has {sizes}.")
     for index, (group, given_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"])):
         # torch adds "differentiable" to the defaults when it unpickles or loads; groups do not have it.
-        missing = sorted({*optimizer.defaults, "base_lr", "last_lr", "rule"} - {"differentiable"} - set(given_group))
+        missing = sorted({*optimizer.defaults, "base_lr", "last_lr"} - {"differentiable"} - set(given_group))
         if missing:
             raise ValueError(
                 f"group {index} of the saved state lacks {missing}: it is not a state of {name}, or it is truncated."
             )
-        if given_group["rule"] != name:
-            raise ValueError(f"the saved state is that of {given_group['rule']}, but this optimizer is {name}.")
         optimizer.check_group(given_group)
         for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
             where = f"parameter {position} of group {index}"

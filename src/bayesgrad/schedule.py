@@ -10,9 +10,10 @@ is built later changes what options are given for, and no belief.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from bayesgrad.warning import warn
 
 RATES = "base_lr", "last_lr", "unit_lr"  # that a step writes into a param group
 ROUNDING = 1e-6  # of a schedule that returns to its highest rate
@@ -59,9 +60,8 @@ def warn_above_reference(name: str, group: Mapping[str, Any], options: tuple[str
     if factor <= 1 + ROUNDING or not raised:
         return False
     now = " and ".join(f"{option}={group[option]:g} to {factor * group[option]:g}" for option in raised)
-    warnings.warn(
+    warn(
         f"lr={group['lr']:g} is {factor:.3g} times the {reference_lr(group):g} for which {name} was given its options, "
         f"and scales {now}. Build it with the highest lr of the schedule, or set 'max_lr' in its param groups.",
-        stacklevel=2,
     )
     return True

@@ -70,7 +70,7 @@ def named_parameters(messages: Iterable[str], model: nn.Module) -> frozenset[str
     known, names = {name for name, _ in model.named_parameters()}, set[str]()
     for message in messages:
         if not message.startswith(TORCH_WARNINGS):
-            found = re.search(r"does not support (.*): they", message)
+            found = re.search(r"(?:trains|does not support) (.*?)(?: by|: they)", message)
             assert found, f"a warning that names no parameter: {message}"
             own = set(found[1].split(", "))
             assert own <= known, f"{own - known} are no parameters: {message}"

@@ -35,7 +35,7 @@ def grouped(case: Case, model: nn.Module, options: list[dict[str, Any]]) -> Any:
     size = -(-len(named) // len(options))
     groups = [{"params": named[size * i : size * (i + 1)], **some} for i, some in enumerate(options)]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
+        warnings.filterwarnings("ignore", ".* trains .* by |lr=.* (samples at temperature|is not small)")
         return case(model, params=groups) if case.layers else case(groups)
 
 

@@ -118,7 +118,7 @@ def test_examples_in_another_dimension_than_the_first_are_not_taken_for_position
     F.cross_entropy(model(x), y).backward()
     params = list(model.parameters())
     if reentrant:
-        with pytest.warns(UserWarning, match=r"OGN does not support first\.weight, first\.bias, inner\.weight"):
+        with pytest.warns(UserWarning, match=r"OGN trains first\.weight, first\.bias, inner\.weight"):
             found = optimizer.sources[-1]._squares(params)
     else:
         found = optimizer.sources[-1]._squares(params)

@@ -14,7 +14,7 @@ from bayesgrad.optim import VON, AdaBayes, KalmanMomentum, Newton
 from cases import CASES, Case, batch, same, small_model, states, train, weights
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* does not support"),
+    pytest.mark.filterwarnings("ignore:.* trains .* by "),
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
 ]
 D = torch.float64

@@ -251,7 +251,7 @@ def test_temperatures() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.filterwarnings("ignore:.* does not support|.* sets all its parameters to -1 or 1")
+@pytest.mark.filterwarnings("ignore:.* trains .* by |.* sets all its parameters to -1 or 1")
 def test_diagnostics_are_finite_numbers(name: str) -> None:
     """Before the first step too, and they change nothing."""
     assert diagnostics(RULES[name](network()))["lr"] > 0

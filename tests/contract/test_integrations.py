@@ -41,7 +41,7 @@ from training_loops import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* does not support|.* sets all its parameters to -1 or 1"),
+    pytest.mark.filterwarnings("ignore:.* trains .* by |.* sets all its parameters to -1 or 1"),
     # Lightning's advice about workers, devices and logging, and what it still calls in torch.
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
     pytest.mark.filterwarnings("ignore:.*is deprecated.*:Warning:(lightning|pytorch_lightning|torch|accelerate)"),

@@ -193,6 +193,13 @@ def test_refusals_of_fitted_models() -> None:
         model.transform(X[:, :7])
     with pytest.raises(ValueError, match=r"topics must be \(K, 8\), with the columns of X, got shape \(2, 7\)"):
         model.bound(X, np.ones((2, 7)))
+    shares = np.full((2, 8), 1 / 8)
+    with pytest.raises(
+        ValueError, match=r"topics must be concentrations .* got rows that sum to 1, .* components_ as "
+    ):
+        LatentDirichlet().bound(X, shares)
+    with pytest.raises(ValueError, match=r"components must be concentrations .* got rows that sum to 1"):
+        LatentDirichlet.from_parameters(shares)
     with pytest.raises(ValueError, match="topics must be positive concentrations, got 0"):
         model.bound(X, np.zeros((2, 8)))
     with pytest.raises(ValueError, match="vocabulary must have one word per column of X, 8, got 3"):

@@ -241,6 +241,9 @@ def test_a_state_names_its_rule_and_is_refused_by_another() -> None:
         words = f"the saved state is that of {make.__name__}, but this optimizer is {other.__name__}."
         with pytest.raises(ValueError, match=f"^{words}$"):
             refusing.load_state_dict(optimizer.state_dict())
+        words = "the saved state is that of another optimizer, as of torch.optim: its groups name no rule, but this"
+        with pytest.raises(ValueError, match=words):
+            refusing.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
 
 
 def test_an_option_that_selects_what_is_collected_cannot_change_during_a_run() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from bayesgrad.optim import IVON, VOGN
 from cases import CASES, Case, batch, same, small_model, states, train, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* does not support")
+pytestmark = pytest.mark.filterwarnings("ignore:.* trains .* by ")
 MAKERS = {
     "IVON": lambda model, **options: IVON(model.named_parameters(), 0.1, num_data=1000, **options),
     "VOGN": lambda model, **options: VOGN(model, 0.1, num_data=1000, **options),

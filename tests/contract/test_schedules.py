@@ -230,7 +230,7 @@ def test_weight_noise_that_a_schedule_raises_to_the_prior_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:KroneckerFilter does not support scale")
+@pytest.mark.filterwarnings("ignore:KroneckerFilter trains scale")
 @pytest.mark.parametrize("name", ["AdaBayes", "KalmanMomentum", "KroneckerFilter"])
 def test_a_reference_that_changes_during_a_run_changes_no_belief(name: str) -> None:
     """A scheduler that is built for a second phase: the belief follows lr, and options are given for `max_lr`."""

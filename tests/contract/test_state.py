@@ -175,7 +175,7 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing(case: Case) -> None
         (spoilt(lambda s: s["param_groups"][0]["params"].pop()), r"param groups of \[7\] parameters"),
         (spoilt(lambda s: s["param_groups"][0].pop("lr")), r"lacks \['lr'\]"),
         (spoilt(lambda s: s["param_groups"][0].update(lr=-1.0)), "lr must be a finite number >= 0, got -1.0"),
-        (torch.optim.SGD(model.parameters(), lr=0.1).state_dict(), "it is not"),
+        (torch.optim.SGD(model.parameters(), lr=0.1).state_dict(), "is that of another optimizer, as of torch"),
         (spoilt(lambda s: s["state"][0].update(step=3)), "step in the saved state of parameter 0"),
         (spoilt(lambda s: s["state"][0].update(step=torch.zeros(2))), "step in the saved state of parameter 0"),
         (spoilt(lambda s: s["state"][0].update(extra="x")), "extra in the saved state of parameter 0"),

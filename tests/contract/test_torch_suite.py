@@ -32,7 +32,7 @@ from bayesgrad.parts import Needs
 from cases import CASES, Case, same, states
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* does not support ", "ignore:lr=.* (samples at temperature|is not small|is .* times the )"
+    "ignore:.* trains .* by ", "ignore:lr=.* (samples at temperature|is not small|is .* times the )"
 )
 ROWS, INPUTS, CLASSES = 8, 5, 10
 NAMES = ["weight", "bias"]

@@ -378,7 +378,7 @@ def test_factors_of_transposed_convolutions(name: str) -> None:
     )
     A, E = a.mT @ a, e.mT @ e
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* does not support 0.bias")
+        warnings.filterwarnings("ignore", ".* trains 0.bias")
         optimizer = KFAC(model, lr=0.0, damping=0.2, ema=0.0, **PLAIN)
         foof = FOOF(copy.deepcopy(model), lr=1.0, damping=0.2, ema=0.0, momentum=0.0, **PLAIN)
     found = model(x)

@@ -118,6 +118,19 @@ def test_intervals_hold_what_they_should(level: float) -> None:
     assert metrics.coverage(mean, variance / 4, y, level) < level
 
 
+def test_variances_of_outputs_in_place_of_targets_are_warned_of() -> None:
+    """Errors have the deviation 2.9 or 3.1 times the predicted one: medians of 1.96 and 2.09 deviations."""
+    errors = torch.special.ndtri((torch.arange(1001).double() + 0.5) / 1001)
+    ones = torch.ones_like(errors)
+    metrics.regression(0 * errors, ones, 2.9 * errors)  # warnings are errors
+    metrics.regression(0 * ones[:19], ones[:19], 9 * ones[:19])
+    with pytest.warns(
+        UserWarning, match=r"larger than 2\.1 predicted .* as in posterior\.predict\(x, noise=True\)"
+    ) as told:
+        metrics.regression(0 * errors, ones, 3.1 * errors)
+    assert told[0].filename == __file__
+
+
 def test_shapes_that_would_be_broadcast_and_numbers_that_mean_nothing_are_refused() -> None:
     y = torch.ones(4)
     with pytest.raises(ValueError, match=r"the same shape, got \(4, 1\), \(4, 1\), \(4,\)"):

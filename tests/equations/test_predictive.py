@@ -70,6 +70,9 @@ def test_the_linear_gaussian_case_is_the_conjugate_posterior(structure: str) -> 
         close(spread, variance, rtol=1e-10, atol=1e-10)
     close(found.aleatoric, torch.full((5, 2), 0.3, dtype=D))
     assert type(posterior.predict(x, method="linear")) is Moments
+    label = posterior.predict([(x[:3], None), (x[3:], None)], noise=True)
+    close(label.mean, found.prediction.mean)
+    close(label.variance, found.total)
 
 
 def test_monte_carlo_approaches_it_at_its_rate() -> None:
@@ -192,6 +195,10 @@ def test_bad_requests() -> None:
     posterior, x, _, _ = logits(3)
     with pytest.raises(ValueError, match="link must be None, 'probit' or 'mc', got 'laplace'"):
         posterior.predict(x, method="linear", link="laplace")
+    with pytest.raises(ValueError, match=r"predict\(noise=True\) are for numbers .* the likelihood is 'categorical'"):
+        posterior.predict(x, noise=True)
+    with pytest.raises(ValueError, match="noise=True and decompose=True exclude each other"):
+        posterior.predict(x, noise=True, decompose=True)  # pyright: ignore
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         posterior.predict(x, chunk=0)
     with pytest.raises(ValueError, match="link='probit' cannot decompose uncertainty"):

@@ -277,7 +277,7 @@ def test_intervals_with_noise_that_nobody_chose_warn_once(tmp_path: Any) -> None
         with pytest.warns(
             UserWarning, match=r"neither given nor tuned, .* deviation of 1: call tune_prior\(\), or pass"
         ):
-            one.interval(x)
+            one.interval(x) if one is posterior else one.predict(x, noise=True)
         one.interval(x)  # warnings are errors
     for chosen in (regression()[0].tune_prior(), regression()[0].set_prior(1.0, 1.0)):
         chosen.interval(x)

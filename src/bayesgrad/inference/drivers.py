@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.log_density import LogDensity
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.inference.node import Node
+from bayesgrad.warning import warn
 
 
 def run_to_convergence(
@@ -66,7 +66,7 @@ def run_to_convergence(
         if abs(elbos[-1] - elbos[-2]) <= tolerance * max(1.0, abs(bound)):
             return Result(elbos, True)
     change = abs(elbos[-1] - elbos[-2])
-    warnings.warn(f"not converged after {steps} steps: the bound still changes by {change:.1g}.", stacklevel=2)
+    warn(f"not converged after {steps} steps: the bound still changes by {change:.1g}.")
     return Result(elbos, False)
 
 

@@ -13,7 +13,6 @@ Checked by: tests/equations/test_inference.py.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -29,6 +28,7 @@ from bayesgrad.inference.expectation import Delta, MonteCarlo
 from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node, is_one
 from bayesgrad.layers.batches import ProgressLine
+from bayesgrad.warning import warn
 
 DOMAINS = ("backtrack", "retract", "search", "raise")
 SCHEDULES = ("sequential", "parallel")
@@ -244,13 +244,13 @@ def run(
             break
     progress_line.close()
     if interrupted:
-        warnings.warn(f"interrupted in step {len(elbos)}: the parameters before this step are kept.", stacklevel=2)
+        warn(f"interrupted in step {len(elbos)}: the parameters before this step are kept.")
     elif not converged and tolerance:
         change = elbos[-1] - elbos[-2]
         words = f"bound still changes by {change:.1g}; use more steps or another rho."
         if change < 0:
             words = f"the last step lowered the bound by {-change:.1g}{_blame(nodes, factors, before)}"
-        warnings.warn(f"not converged after {steps} steps: {words}", stacklevel=2)
+        warn(f"not converged after {steps} steps: {words}")
     return Result(elbos, converged, interrupted)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,6 +17,7 @@ from bayesgrad.layers.network import WRAPPED, clean_name, parameters_of, with_fu
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
 from bayesgrad.layers.stateless import functional_call
+from bayesgrad.warning import warn
 
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that vmap does not support
 
@@ -99,10 +99,9 @@ def warn_of_loop(model: nn.Module, error: Exception) -> None:
     if model not in _WARNED:
         _WARNED.add(model)
         reason = str(error).strip().split("\n")[0][:100]
-        warnings.warn(
+        warn(
             "torch.func.vmap does not support this model, so some gradients are computed for one example at a time, "
             f"which is slow ({reason}).",
-            stacklevel=2,
         )
 
 

@@ -10,7 +10,6 @@ reduced them. What layers return is then added to the gradient of the gathered p
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from bayesgrad.distributed import Exchange, Sum, after_averaging, has_group, joi
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.shards import any_process, gathered, gradient_of, is_shard, local, owner, summed
 from bayesgrad.shards import version as version_of
+from bayesgrad.warning import warn
 
 SAMPLE = 256  # entries of a gradient that are copied
 CHECK_EVERY = 10  # passes between comparisons of values, if memory does not show who contributed to a gradient
@@ -315,11 +315,10 @@ class GradientMarks:
             return [None] * len(several)
         if self._compares and not self._warned and any(bool(_differs(total)) for total in totals):
             self._warned = True
-            warnings.warn(
+            warn(
                 "gradients were changed between backward() and step(), by other than a factor for each layer, and "
                 f"{what} are multiplied by the factors that fit best: add penalties to the loss instead of .grad, and "
                 "clip norms instead of values.",
-                stacklevel=2,
             )
         common = _quotient(_total(totals))
         return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from bayesgrad.layers.stateless import functional_call
+from bayesgrad.warning import warn
 
 SPREAD = 0.05  # of the weights, from which statistics matter: docs/binary.md has the measurements
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -32,16 +32,14 @@ def spread(mean: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> float:
     return max(fractions)
 
 
-def warn_of_statistics(model: nn.Module, spread: Callable[[], float], remedy: str, stacklevel: int = 4) -> None:
+def warn_of_statistics(model: nn.Module, spread: Callable[[], float], remedy: str) -> None:
     """Warns, once for a model, if it has running statistics and weights vary so much that they are of other weights."""
     if model in _warned or not running_norms(model) or not spread() > SPREAD:
         return
     _warned.add(model)
-    warnings.warn(
+    warn(
         "the model's BatchNorm has running statistics of other weights than those to predict with (of weights that "
         f"training sampled, or of a new model): {remedy}.",
-        UserWarning,
-        stacklevel=stacklevel,
     )
 
 

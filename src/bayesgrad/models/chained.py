@@ -13,8 +13,9 @@ from torch import Tensor
 from bayesgrad.families import Parameters, Point
 from bayesgrad.inference import LatentVariableFactor, Node
 from bayesgrad.models import markov
-from bayesgrad.models.checks import as_numpy, like, warn
+from bayesgrad.models.checks import as_numpy, like
 from bayesgrad.models.covariances import Covariance, Diag, Spherical, Tied
+from bayesgrad.warning import warn
 
 CACHE_LIMIT = 1 << 25  # size limit of cached features, in numbers
 DEGENERATE = 1e-6  # a variance in a state, relative to that of columns in the state where they vary most

@@ -1,11 +1,9 @@
-"""Validation of settings and data, conversion between arrays and tensors, and warnings, shared by the estimators."""
+"""Validation of settings and data, and conversion between arrays and tensors, shared by the estimators."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 from typing import Any
@@ -13,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-INTERNAL_PACKAGES = ("bayesgrad", "sklearn")
 
 
 def is_number(value: Any) -> bool:
@@ -93,14 +89,6 @@ def require_one_of(estimator: Any, **known: Iterable[str]) -> None:
         value, words = getattr(estimator, name), list(words)
         if not (isinstance(value, str) and value in words):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns with the line number of the first caller outside bayesgrad and scikit-learn."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
 
 
 def require_matrix(name: str, value: Any, *, varying: bool = False) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
-from bayesgrad.models import checks
 from bayesgrad.models.designs import weighted_gram
+from bayesgrad.warning import warn
 
 WIDE = 2  # columns per component above which quadratic forms are computed directly: measured
 FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
@@ -132,7 +132,7 @@ class Covariance(ABC):
         """The components, the number that each spread is divided by, and their covariances; at the mode if `point`,
         else E[Λ]^-1. Warns if few digits of a covariance are accurate, with the name of a component and a remedy."""
         if not (distance := self.distance(natural)) < FAR:
-            checks.warn(
+            warn(
                 f"rows of a {name} are {distance:.0e} of its smallest standard deviations from the mean of X, so fewer "
                 f"than four digits of its covariance are accurate: {remedy}."
             )

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from bayesgrad.inference.engine import ProgressLine, Result
-from bayesgrad.models.checks import require_non_negative, require_positive_integer, warn
+from bayesgrad.models.checks import require_non_negative, require_positive_integer
 from bayesgrad.models.kalman import Chain, StateMoments
+from bayesgrad.warning import warn
 
 LEARNABLE = (
     "transition",

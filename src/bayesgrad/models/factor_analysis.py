@@ -22,10 +22,10 @@ from bayesgrad.models.checks import (
     require_numbers,
     require_one_of,
     require_positive_integer,
-    warn,
 )
 from bayesgrad.models.factors import Loadings, RelevancePrior, Rows, ScoresFactor, as_rows, infer
 from bayesgrad.models.latent import Latent
+from bayesgrad.warning import warn
 
 METHODS = ("em", "vb")
 NOISES = ("diagonal", "isotropic")

@@ -31,6 +31,7 @@ from bayesgrad.models.known_weights import KnownWeights, known_weights
 from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome, predictor_covariances
 from bayesgrad.models.multinomial import Multinomial, quadrature
 from bayesgrad.noise import seed32
+from bayesgrad.warning import warn
 
 NORMAL = GaussianFamily()
 LIKELIHOODS = ("gaussian", "logistic", "probit", "poisson", "student-t", "multinomial")
@@ -332,10 +333,8 @@ class GLM(Supervised):
         self._observation = posterior.observation
         if not outcome.converged:
             change = abs(outcome.elbos[-1] - outcome.elbos[-2])
-            checks.warn(
-                f"not converged after max_iter={self.max_iter} steps: the bound still changes by {change:.1g}.",
-                ConvergenceWarning,
-            )
+            message = f"not converged after max_iter={self.max_iter} steps: the bound still changes by {change:.1g}."
+            warn(message, ConvergenceWarning)
         before = 0.0 if prior is None else self.elbo_
         self.elbos_ = [before + bound for bound in outcome.elbos]
         self.elbo_, self.n_iter_ = self.elbos_[-1], len(self.elbos_) - 1

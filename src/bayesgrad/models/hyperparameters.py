@@ -14,11 +14,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from bayesgrad.inference import OutsideDomain
-from bayesgrad.models import checks
 from bayesgrad.models.kernels import Kernel
 from bayesgrad.models.observations import Observation
 from bayesgrad.models.tunable import Tunable
 from bayesgrad.noise import seed32
+from bayesgrad.warning import warn
 
 LOG_LIMIT = math.log(1e5)  # hyperparameters are searched in 1e-5 to 1e5
 NEAR = math.log(100)  # restarts are drawn within a factor of 100 of the given hyperparameters
@@ -132,7 +132,7 @@ def maximise(
     far = [name for name, at, end in zip(search.names, search.point, limits) if at >= end and "length" not in name]
     if far:
         names = ", ".join(dict.fromkeys(far))
-        checks.warn(
+        warn(
             f"{names} reached the end of the range, 1e5: rescale y to unit variance, or add kernels.Linear() for a "
             "trend."
         )

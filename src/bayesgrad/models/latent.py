@@ -18,6 +18,7 @@ from bayesgrad.inference import Factor, LatentVariableFactor, Node, OutsideDomai
 from bayesgrad.inference.engine import ProgressLine
 from bayesgrad.models import checks
 from bayesgrad.models.estimator import Estimator
+from bayesgrad.warning import warn
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -160,9 +161,9 @@ class Latent(Estimator, ABC):
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._set_attributes(self._nodes)
         if interrupted:
-            checks.warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
+            warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
         elif not result.converged and self.tol:
-            checks.warn(
+            warn(
                 f"not converged after max_iter={self.max_iter} iterations (tol={self.tol:g}): increase max_iter.",
                 ConvergenceWarning,
             )

@@ -20,9 +20,11 @@ from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models import checks
 from bayesgrad.models.documents import Counts, DocumentsFactor
 from bayesgrad.models.latent import Latent
+from bayesgrad.warning import warn
 
 METHODS = ("svi", "batch")
 DIRICHLET = Dirichlet()
+NORMALISED = 1e-4  # the largest deviation of sums from 1; float32 rounds by less
 
 
 @dataclass(eq=False, repr=False)
@@ -121,6 +123,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         given = checks.require_numbers("components", components)
         if given.dim() != 2 or not ((given > 0) & torch.isfinite(given)).all():
             raise ValueError(f"components must be positive numbers of shape (K, V), got shape {tuple(given.shape)}.")
+        _refuse_probabilities("components", given)
         model = cls(len(given), **settings)
         model._check_settings()
         model.n_features_in_, model._device = given.shape[1], None
@@ -182,7 +185,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError("X contains no words: every count is zero.")
         if len(empty):
             few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
-            checks.warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
+            warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
@@ -234,7 +237,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     def _inferred(self, X: Any, topics: Any = None) -> tuple[Counts, DocumentsFactor]:
         """The factor of new documents, optimised; each starts with equal proportions, independently of the others."""
-        if topics is None:
+        if own := topics is None:
             check_is_fitted(self, "components_")
             counts, topics = self._counts(X, reset=False), self.components_
         else:
@@ -245,6 +248,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError(f"topics must be (K, {width}), with the columns of X, got shape {tuple(given.shape)}.")
         if not ((given > 0) & torch.isfinite(given)).all():
             raise ValueError(f"topics must be positive concentrations, got {given.min().item():g}.")
+        if not own:
+            _refuse_probabilities("topics", given)
         node = Node(DIRICHLET, DIRICHLET.of(given.to(counts.device or "cpu")), name="topics")
         factor = self._documents(counts, node, torch.ones(len(counts), len(given), dtype=torch.float64))
         factor.evaluate_cached()
@@ -263,8 +268,13 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         """A bound on log p(words) of each document, (D,), given the posterior of the topics.
 
         Args:
-            topics: concentrations (K, V), for example of another package; None for `components_`. With topics, the
-                estimator need not be fitted: only doc_topic_prior, max_doc_update_iter and mean_change_tol are used.
+            topics: concentrations (K, V) of Dirichlet distributions, as `components_` of scikit-learn's estimator; None
+                for those of this one. Probabilities are refused: multiply them by the number of words that each topic
+                was estimated from, or by a large number if they are known. With topics, the estimator need not be
+                fitted: only doc_topic_prior, max_doc_update_iter and mean_change_tol are used.
+
+        Raises:
+            ValueError: all rows of topics sum to 1.
         """
         return checks.like(X)(self._inferred(X, topics)[1].bounds)
 
@@ -315,3 +325,13 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         counts = csr_matrix(entries, shape=(n_samples, self.n_features_in_))
         counts.sum_duplicates()
         return counts, checks.like(self.components_)(shares)
+
+
+def _refuse_probabilities(name: str, given: Tensor) -> None:
+    """Raises if all rows sum to 1: as concentrations, they would be topics of which nearly nothing is known."""
+    if len(given) and bool(((given.sum(1) - 1).abs() < NORMALISED).all()):
+        raise ValueError(
+            f"{name} must be concentrations of Dirichlet distributions, got rows that sum to 1, as probabilities do: "
+            "pass components_ as scikit-learn has them, or multiply each row by the number of words in its topic (by a "
+            "large number, such as 1e6, if probabilities are known)."
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
 from bayesgrad.rules.transition import Memory
 from bayesgrad.sources import WeightSampling
 from bayesgrad.sources.relaxed import Relaxed
+from bayesgrad.warning import warn
 
 PRIOR_NATURAL = "prior_natural"  # a slot: the natural parameter of a prior that is an earlier posterior
 
@@ -93,12 +93,10 @@ class BinaryOptimizer(BeliefOptimizer):
         every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         vectors = [p for p in every if p.dim() < 2]
         if 0 < len(vectors) < len(every):
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} sets all its parameters to -1 or 1, and {len(vectors)} of them have fewer than "
                 f"two dimensions, as biases and BatchNorm's weights do: see {self.name_of(vectors[0])}. Build layers "
                 "without them, or give them to another optimizer.",
-                UserWarning,
-                stacklevel=3,
             )
 
     def binarise(self) -> None:
@@ -170,7 +168,8 @@ class STE(BinaryOptimizer):
 
     Args:
         params: parameters, named parameters or param groups. All that require gradients become binary.
-        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without it, try a tenth.
+        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without it, try a tenth. On MNIST,
+            `lr=1, weight_decay=0.01` had half the error: search 0.03 to 3.
         momentum: decay of the gradient's average.
         weight_decay: lambda, of the latent weights. Without it they may grow until no gradient changes their sign.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.

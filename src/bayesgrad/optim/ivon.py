@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from bayesgrad.packing import VARIANCE
 from bayesgrad.parts import Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.rules import Forget, NaturalStep, Reparameterised, SquaredGradient, UpdateRule
+from bayesgrad.warning import warn
 
 MAX_STEP = 0.3  # in units of lr, of each weight
 ROUNDED = 0.1  # the share of weights whose samples may be lost in rounding
@@ -162,10 +162,8 @@ class IVON(VariationalOptimizer):
                     share = float(shards.whole(lost.to(entry[VARIANCE].dtype).mean()))
                     if share > ROUNDED:
                         self.warned.add(p.dtype)
-                        warnings.warn(
+                        warn(
                             f"the standard deviation of {share:.0%} of the weights of {self.name_of(p)} is below the "
                             f"spacing of {p.dtype} numbers: samples are rounded to the mean, and h is estimated from "
                             "rounding. Keep float32 weights, with torch.autocast in the forward pass.",
-                            UserWarning,
-                            stacklevel=4,
                         )

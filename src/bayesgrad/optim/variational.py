@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -30,6 +29,7 @@ from bayesgrad.rules import Forget, NaturalStep, UpdateRule
 from bayesgrad.rules.transition import LARGEST, LAST_VARIANCE
 from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
 from bayesgrad.sources import WeightSampling
+from bayesgrad.warning import warn
 
 IN_THE_AVERAGE = ("kl_weight", "num_data", "prior_precision")  # options that are part of the averaged precision
 CHECK_AT_STEP = 1000  # the step at which to warn about a Hessian that has not changed
@@ -150,12 +150,10 @@ class VariationalOptimizer(BeliefOptimizer):
         if changed and IN_THE_AVERAGE not in self.warned:
             self.warned.add(IN_THE_AVERAGE)
             name, old, new = changed[0]
-            warnings.warn(
+            warn(
                 f"{name} changed from {old:g} to {new:g} during a run: h + kl_weight delta/N is averaged as a whole, "
                 f"so variances follow over about {1 / (1 - groups[0]['betas'][1]):g} steps. Build a new optimizer for "
                 "variances that do at once.",
-                UserWarning,
-                stacklevel=4,
             )
 
     def finished(self) -> None:
@@ -167,12 +165,10 @@ class VariationalOptimizer(BeliefOptimizer):
                 if (entry := self.state.get(p)) and VARIANCE in entry and int(entry["step"]) == CHECK_AT_STEP
             ]
             if moved and max(moved) < 0.01:
-                warnings.warn(
+                warn(
                     f"after {CHECK_AT_STEP} steps the Hessian has changed by {max(moved):.1%} of hess_init="
                     f"{group['hess_init']:g}: the variances are still the initial ones. "
                     f"Lower betas[1]={group['betas'][1]:g} or hess_init.",
-                    UserWarning,
-                    stacklevel=4,
                 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from bayesgrad.posterior.averages import FAR, Averages
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 from bayesgrad.structures.structure import check_prior
+from bayesgrad.warning import warn
 
 FACTORS = (
     (Kronecker, ("left", "right")),
@@ -101,11 +101,10 @@ class GaussianPosterior(Posterior):
         if change > FAR:
             self._compared = True
             share = f"{change:.0%}" if change < 100 else "more than 9999%"
-            warnings.warn(
+            warn(
                 f"the average over {samples} samples of the weights changes {share} of what the mean weights "
                 f"predict, more than {FAR:.0%}: the Gaussian is too wide for the network, or for so few samples; use "
                 "method='linear', or tune the prior.",
-                stacklevel=4,
             )
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.data_shards import DataShard, data_of
-from bayesgrad.layers.batches import Inputs, ProgressLine, split_batch
+from bayesgrad.layers.batches import ProgressLine, split_batch
 from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
 from bayesgrad.likelihoods import Gaussian, Likelihood, named
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.heldout import VarianceTable
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
-from bayesgrad.predictions import Interval
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
+from bayesgrad.warning import warn
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
@@ -227,11 +226,10 @@ class LaplacePosterior(GaussianPosterior):
         self._set(*read(found))
         self.noise_chosen |= noise_scale
         if noise_scale and method == "evidence" and self.noise_scale > TOO_NOISY * self.fit.rmse:
-            warnings.warn(
+            warn(
                 f"tune_prior found a noise of {self.noise_scale:.4g}, more than {TOO_NOISY} times the root-mean-square "
                 f"error on the data of laplace(), {self.fit.rmse:.4g}: the evidence of this structure may not suit the "
                 "network, and intervals may be far too wide; use tune_prior(method='heldout', heldout=...).",
-                stacklevel=2,
             )
         return self
 
@@ -303,18 +301,15 @@ class LaplacePosterior(GaussianPosterior):
         total, count = data.total([total, count], next(network.parameters()).device)
         return total / count
 
-    def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
-        if not (self.noise_chosen or self._warned) and options.get("likelihood", self.likelihood) in (
-            None,
-            Gaussian.kind,
-        ):
+    def _reading_with_noise(self, likelihood: str | Likelihood | None) -> Likelihood:
+        given = self.likelihood if likelihood is None else likelihood
+        if not (self.noise_chosen or self._warned) and given == Gaussian.kind:
             self._warned = True
-            warnings.warn(
-                "the noise of the data was neither given nor tuned, so the interval is for a standard deviation of "
+            warn(
+                "the noise of the data was neither given nor tuned, so it has a standard deviation of "
                 f"{self.noise_scale:.4g}: call tune_prior(), or pass noise_scale= to laplace().",
-                stacklevel=2,
             )
-        return super().interval(x, level, **options)
+        return super()._reading_with_noise(likelihood)
 
     def _summary(self) -> dict[str, Any]:
         structures = dict.fromkeys(getattr(h, "name", h.kind) for h in self.hessians)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad.layers.network import Network
+from bayesgrad.warning import warn
 
 
 def linearised_outputs(
@@ -49,10 +49,9 @@ def gaussian_outputs(mean: Tensor, covariance: Tensor, generators: Iterable[torc
 def warn_of_samples(error: Exception) -> None:
     """Warns that a model cannot be linearised."""
     reason = str(error).strip().split("\n")[0]
-    warnings.warn(
+    warn(
         f"the model cannot be linearised ({reason}), so the prediction averages over samples of the weights, which is "
         "often much worse: pass method='mc' if that is wanted.",
-        stacklevel=4,
     )
 
 

@@ -17,7 +17,7 @@ from bayesgrad.layers.running_statistics import spread, warn_of_statistics
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.posterior.averages import REMEDY, RUNNING, Averages, Options, Statistics, check_link
 from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, warn_of_samples
-from bayesgrad.posterior.prediction import SCORES, interval_of, is_loader, score_of, stream
+from bayesgrad.posterior.prediction import SCORES, interval_of, is_loader, score_of, stream, with_noise
 from bayesgrad.posterior.traced import traced_average, traced_linear
 from bayesgrad.posterior.weights import WeightDistribution
 from bayesgrad.precision import Diagonal
@@ -57,6 +57,7 @@ class Posterior(WeightDistribution):
         *,
         likelihood: Literal["categorical", "bernoulli", "poisson"] | None = None,
         decompose: Literal[False] = False,
+        noise: Literal[False] = False,
         **options: Unpack[Options],
     ) -> Tensor: ...
 
@@ -69,6 +70,7 @@ class Posterior(WeightDistribution):
         *,
         likelihood: Literal["gaussian"] | likelihoods.Gaussian,
         decompose: Literal[False] = False,
+        noise: Literal[False] = False,
         **options: Unpack[Options],
     ) -> Moments: ...
 
@@ -81,8 +83,22 @@ class Posterior(WeightDistribution):
         *,
         likelihood: str | Likelihood | None = None,
         decompose: Literal[True],
+        noise: Literal[False] = False,
         **options: Unpack[Options],
     ) -> Decomposed: ...
+
+    @overload
+    def predict(
+        self,
+        x: Inputs | Iterable,
+        samples: int = 32,
+        method: str | None = None,
+        *,
+        likelihood: str | Likelihood | None = None,
+        decompose: Literal[False] = False,
+        noise: Literal[True],
+        **options: Unpack[Options],
+    ) -> Moments: ...
 
     @torch.no_grad()
     def predict(
@@ -93,6 +109,7 @@ class Posterior(WeightDistribution):
         *,
         likelihood: str | Likelihood | None = None,
         decompose: bool = False,
+        noise: bool = False,
         link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
@@ -115,10 +132,11 @@ class Posterior(WeightDistribution):
                 mean; `"mean"` uses the mean weights alone. None is `"linear"` for Laplace posteriors (`"mc"` with a
                 warning, if the model cannot be linearised), and `"mc"` for all others.
             likelihood: `"categorical"` and `"bernoulli"` return probabilities, `"poisson"` rates, `"gaussian"` mean and
-                variance of the outputs; the variance of a new label is that plus `noise_scale**2`. An object of
-                `bayesgrad.likelihoods` brings its own noise. None uses the likelihood of the posterior, which is
-                categorical by default.
+                variance of the outputs, without the noise of the data. An object of `bayesgrad.likelihoods` brings its
+                own noise. None uses the likelihood of the posterior, which is categorical by default.
             decompose: whether to return aleatoric and epistemic uncertainty separately; see `Decomposed`.
+            noise: for numbers with Gaussian noise: whether to add its variance, so that the variance is that of a new
+                label, as `metrics.regression` expects it.
             link: how `"linear"` turns Gaussian outputs into probabilities: `"probit"` for MacKay's approximation, or
                 `"mc"` for an average over samples from the joint Gaussian of each example's outputs. None uses
                 `"probit"`, or `"mc"` if `decompose` needs samples. Means, variances and rates need neither.
@@ -135,7 +153,15 @@ class Posterior(WeightDistribution):
         def one(batch: Any) -> Any:
             return self._predict(batch, samples, method, likelihood, decompose, **options)
 
-        return stream(x, one, self._device(model), progress) if is_loader(x) else one(x)
+        if noise and decompose:
+            raise ValueError("noise=True and decompose=True exclude each other: `total` of the latter has the noise.")
+        reading = self._reading_with_noise(likelihood) if noise else None
+        found = stream(x, one, self._device(model), progress) if is_loader(x) else one(x)
+        return found if reading is None else with_noise(found, reading)
+
+    def _reading_with_noise(self, likelihood: str | Likelihood | None) -> Likelihood:
+        """The likelihood whose noise is added to predicted variances."""
+        return self._reading(likelihood)
 
     def _predict(
         self,
@@ -158,7 +184,7 @@ class Posterior(WeightDistribution):
         reading = self._reading(likelihood)
         check_link(link, reading, decompose)
         network = self._network(x, model, samples, chunk, statistics)
-        self._warn_of_statistics(chosen, model, statistics, 7)
+        self._warn_of_statistics(chosen, model, statistics)
         with evaluation_mode(network.model):
             if chosen == "linear":
                 closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
@@ -182,9 +208,9 @@ class Posterior(WeightDistribution):
                 found.add(network(self._cast(getattr(self, chosen), network.model)))
         return found.decomposed() if decompose else found.prediction()
 
-    def _warn_of_statistics(self, method: str, model: nn.Module | None, statistics: Statistics, level: int) -> None:
+    def _warn_of_statistics(self, method: str, model: nn.Module | None, statistics: Statistics) -> None:
         if statistics is None and method not in self.central:
-            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY, level)
+            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY)
 
     def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
         """The interval of a new label with probability `level`: mean ± z s, where s² has the noise of the data too.
@@ -196,7 +222,7 @@ class Posterior(WeightDistribution):
         Raises:
             ValueError: the likelihood has no Gaussian noise.
         """
-        return interval_of(self.predict(x, **options), self._reading(options.get("likelihood")), level)
+        return interval_of(self.predict(x, noise=True, **options), level)
 
     def ood_score(self, x: Inputs | Iterable, score: str = "epistemic", **options: Any) -> Tensor:
         """How unusual each input is, (examples,): larger for inputs that are unlike the training data.
@@ -207,8 +233,8 @@ class Posterior(WeightDistribution):
         | `"entropy"` | the entropy of the predicted probabilities |
         | `"max_probability"` | 1 - the probability of the most probable class |
 
-        Of several outputs or positions it is the mean. `metrics.auroc(inside, outside)` compares the scores of two data
-        sets.
+        Of several outputs or positions it is the mean. `metrics.auroc(inside=..., outside=...)` compares the scores
+        of two data sets.
 
         Args:
             x: inputs, or a loader, as in `predict`, to which `options` are passed.
@@ -242,7 +268,7 @@ class Posterior(WeightDistribution):
         """
         chosen = self.method if method is None else method
         network = self._network(x, model, samples, None, statistics)
-        self._warn_of_statistics(chosen, model, statistics, 4)
+        self._warn_of_statistics(chosen, model, statistics)
         reading = self._reading(likelihood)
         with evaluation_mode(network.model):
             if chosen == "linear":

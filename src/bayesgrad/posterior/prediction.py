@@ -53,19 +53,25 @@ def joined(parts: Sequence[Prediction]) -> Prediction:
     return type(first)(*(joined(fields) for fields in zip(*parts)))  # pyright: ignore
 
 
-def interval_of(prediction: Any, reading: Likelihood, level: float) -> Interval:
-    """The central interval of a new label, mean ± z s, for a Gaussian of the moments of a prediction."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level!r}.")
+def with_noise(prediction: Any, reading: Likelihood) -> Moments:
+    """Mean and variance of a new label, from those of a prediction and the noise of the data."""
     if not isinstance(prediction, Moments | NoisyMoments):
         raise ValueError(
-            f"interval() is for numbers with Gaussian noise, and the likelihood is {reading.kind!r}: for a regression "
-            "pass likelihood=likelihoods.Gaussian(noise_scale), for classes use predict() or conformal.calibrate_sets."
+            "interval() and predict(noise=True) are for numbers with Gaussian noise, and the likelihood is "
+            f"{reading.kind!r}: for a regression pass likelihood=likelihoods.Gaussian(noise_scale), for classes use "
+            "predict() or conformal.calibrate_sets."
         )
     noise = prediction.noise if isinstance(prediction, NoisyMoments) else reading.noise_scale**2
-    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(prediction.mean)
-    half = z * (prediction.variance + noise).sqrt()
-    return Interval(prediction.mean - half, prediction.mean + half)
+    return Moments(prediction.mean, prediction.variance + noise)
+
+
+def interval_of(label: Moments, level: float) -> Interval:
+    """The central interval of a new label with these moments, mean ± z s."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level!r}.")
+    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(label.mean)
+    half = z * label.variance.sqrt()
+    return Interval(label.mean - half, label.mean + half)
 
 
 def score_of(found: Decomposed, reading: Likelihood, score: str) -> Tensor:

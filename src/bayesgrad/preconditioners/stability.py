@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.rows import inner_product
 from bayesgrad.shards import gradient_of, summed
+from bayesgrad.warning import warn
 
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
 
@@ -123,9 +123,8 @@ def with_growing_damping(
             break
     if damping != given and name not in warned:
         warned.add(name)
-        warnings.warn(
+        warn(
             f"{name} is singular with damping {given:g} and was inverted with damping {damping:g}: raise damping.",
-            stacklevel=2,
         )
     return found, damping  # pyright: ignore[reportPossiblyUnboundVariable]
 

@@ -20,12 +20,12 @@ Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
 from bayesgrad.precision.linalg import cholesky
+from bayesgrad.warning import warn
 
 TEMPERATURE_FACTOR = 2.0  # warn if T differs from 1 by more than this factor
 LARGE_LR = 0.2  # warn above this learning rate: variances are 11 % too large
@@ -174,7 +174,7 @@ def _between(root: Tensor, matrix: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(root, left.mT, upper=False).mT
 
 
-def warn_about_temperature(lr: float, num_data: float, batch_size: float | None, stacklevel: int = 3) -> None:
+def warn_about_temperature(lr: float, num_data: float, batch_size: float | None) -> None:
     """Warns if T is far from 1 or if the step is large.
 
     Args:
@@ -184,16 +184,14 @@ def warn_about_temperature(lr: float, num_data: float, batch_size: float | None,
         drawn = temperature(lr, num_data, batch_size) if lr > 0 else 1.0
         if not 1 / TEMPERATURE_FACTOR <= drawn <= TEMPERATURE_FACTOR:
             better = 2 * batch_size / (num_data - batch_size) if batch_size < num_data else math.nan
-            warnings.warn(
+            warn(
                 f"lr={lr:g} with batch_size={batch_size:g} of num_data={num_data:g} samples at temperature "
                 f"{drawn:.3g}, not 1: to sample the posterior use batch_size={_nearest(lr, num_data)} or "
                 f"lr={better:.3g}.",
-                UserWarning,
-                stacklevel=stacklevel,
             )
     if lr > LARGE_LR:
         wider = f"variances are {step_inflation(lr) - 1:.0%} too large" if lr < 2 else "the chain diverges"
-        warnings.warn(f"lr={lr:g} is not small: {wider} in units of the metric.", UserWarning, stacklevel=stacklevel)
+        warn(f"lr={lr:g} is not small: {wider} in units of the metric.")
 
 
 def _nearest(lr: float, num_data: float) -> int:

@@ -19,7 +19,6 @@ Checked by: tests/equations/test_sampler_steps.py.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from bayesgrad import distributed, likelihoods
 from bayesgrad.likelihoods import Gaussian, Likelihood
+from bayesgrad.warning import warn
 
 EVERY = 1000  # steps 1, 2, 4, 8, ... and every so many are checked
 ROUNDS = 16  # products with the Hessian
@@ -177,7 +177,7 @@ class StepCheck:
             yield
         except (RuntimeError, ValueError, ArithmeticError) as error:
             if not self.excused:
-                warnings.warn(f"the curvature of the loss is unknown, so that {effect}: {error}", stacklevel=2)
+                warn(f"the curvature of the loss is unknown, so that {effect}: {error}")
             self.excused = True
 
     def reset(self) -> None:
@@ -220,7 +220,7 @@ class StepCheck:
 
     def warn(self, message: str) -> None:
         if not self.warned:
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warn(message)
         self.warned = True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.recorder import LayerRecorder
 from bayesgrad.parts import Host
 from bayesgrad.shards import has_nonzero_gradient, is_shard, owner
+from bayesgrad.warning import warn
 
 
 class RecordedLayers:
@@ -214,14 +214,14 @@ class RecordedLayers:
         names = [n for group in groups for n, p in zip(group["param_names"], group["params"]) if p in new]
         if names and self.fallback is not None:
             self.optimizer.warned |= new
-            hooked = any(p._backward_hooks for p in new)
-            reason = "" if not hooked else ", because hooks change their gradients, or they are used elsewhere too"
-            warnings.warn(
-                f"{self.optimizer.__class__.__name__} does not support {', '.join(names)}: they are trained by "
-                f"{self.fallback}{reason}.",
-                UserWarning,
-                stacklevel=6,
-            )
+            if any(p._backward_hooks for p in new):
+                reason = "hooks change their gradients, or they are used elsewhere too"
+            elif self.by_layer:
+                reason = "its own rule is for matrices of layers, not for normalisation or raw parameters"
+            else:
+                reason = "its own rule needs gradients of single examples"
+            own = self.optimizer.__class__.__name__
+            warn(f"{own} trains {', '.join(names)} by {self.fallback}: {reason} (see docs/layers.md).")
 
     def with_nonzero_gradient(self, some: Iterable[Layer]) -> list[Layer]:
         """Those layers that have a nonzero gradient."""
@@ -259,11 +259,9 @@ class RecordedLayers:
                 )
             if gone:
                 names = ", ".join(map(self.optimizer.name_of, gone))
-                warnings.warn(
+                warn(
                     f"the model no longer has {names}, which {own} was built for: build a new {own} to train what has "
                     "replaced them.",
-                    UserWarning,
-                    stacklevel=4,
                 )
 
     def _exclude_derived(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from bayesgrad.layers.gradients import factor_between, is_clamped
 from bayesgrad.packing import SampledBlock
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source
 from bayesgrad.shards import gradient_of
+from bayesgrad.warning import warn
 
 Mark = tuple[Tensor, int] | None
 CHANGED = "changed gradients of several draws"  # among what an optimizer has warned of
@@ -392,11 +392,10 @@ class WeightSampling(Draws):
         pairs = [(gradient_of(p), seen) for p in params if p in self.sums and (seen := self.seen[p]) is not None]
         if not all(bool(factor_between(*pair)[1] | is_clamped(*pair)) for pair in pairs):
             self.optimizer.warned.add(CHANGED)
-            warnings.warn(
+            warn(
                 "gradients of several draws of weights were changed before step(), by other than a factor, and the "
                 f"curvature of {self.optimizer.__class__.__name__} is estimated without the change: add penalties to "
                 "the loss instead of .grad.",
-                stacklevel=2,
             )
 
     def store_draw(self, samples: int) -> None:

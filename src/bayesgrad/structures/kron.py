@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from bayesgrad.precision.kronecker import block_kron
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.structures.diag import DiagonalStructure
 from bayesgrad.structures.structure import Accumulator, Structure, quadratic_form
+from bayesgrad.warning import warn
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,7 @@ class KroneckerStructure(Structure):
         taken = {name for block in factors.values() for name in block.shapes} | set(biases)
         rest = [name for name in params if name not in taken]
         if rest:
-            warnings.warn(
-                f"structure={cls.name!r} does not support {', '.join(rest)}: they get a diagonal.", stacklevel=4
-            )
+            warn(f"structure={cls.name!r} does not support {', '.join(rest)}: they get a diagonal.")
         return [
             *factors.values(),
             *(BiasFactor(cls, name, params[name], factors.get(weight or "")) for name, weight in biases.items()),
