@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -405,6 +406,33 @@ def test_layers_that_were_never_seen_have_the_prior() -> None:
         close(variance["0.weight"], torch.full((30, 4), 0.04, dtype=D))
         variance = rule(model, batch_size=20).posterior(model).variance()
         close(variance["0.weight"], torch.full((30, 4), 0.1 / 20, dtype=D))
+
+
+@pytest.mark.parametrize("place", ["step", "backward"])
+@pytest.mark.parametrize("priors", [(math.inf, 1e6), (1e6, math.inf)], ids=str)
+def test_a_prior_that_is_given_or_taken_away_leaves_the_momentum(priors: tuple[float, float], place: str) -> None:
+    """A step without a gradient goes on with the average of earlier ones, in the units of either prior."""
+    moved, before = [], []
+    for after in priors:
+        model = network()
+        optimizer = KroneckerFilterFP(
+            model, lr=0.01, batch_size=6, prior_std=priors[0], fisher="empirical", precondition=place
+        )
+        for index in range(4):
+            x, y = data(index)
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * (index < 3)).backward()
+            optimizer.step()
+            if index == 2:
+                optimizer.param_groups[0]["prior_std"] = after
+                before = [p.detach().clone() for p in model.parameters()]
+                expected = pytest.raises(RuntimeError, match=r"prior_std was changed to .* since the last step")
+                with expected if after != priors[0] else nullcontext():
+                    optimizer.posterior(model)
+        moved.append([p.detach() - old for p, old in zip(model.parameters(), before)])
+    assert all(part.any() for part in moved[0])
+    for a, b in zip(*moved):
+        close(a, b)
 
 
 def test_sides_that_are_too_large() -> None:

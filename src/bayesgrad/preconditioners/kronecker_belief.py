@@ -14,6 +14,7 @@ from torch import Tensor
 from bayesgrad.directions import Direction, Directions
 from bayesgrad.distributed import Job
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
@@ -22,10 +23,20 @@ from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
 from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, SQUARED, SQUARES, cost, has_merged, next_step, store
+from bayesgrad.preconditioners.refresh import (
+    INVERTED,
+    MERGED,
+    MERGES,
+    SQUARED,
+    SQUARES,
+    cost,
+    has_merged,
+    next_step,
+    store,
+)
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import LARGEST, OrnsteinUhlenbeck, Static, average
-from bayesgrad.rules.update import NaturalStep, UpdateRule
+from bayesgrad.rules.update import MOMENTUM, NaturalStep, UpdateRule
 from bayesgrad.shards import part_of, placed, whole
 
 MEAN_DECAY = 0.99  # decay of the average of errors, as in CentredGradient
@@ -236,6 +247,16 @@ class Whitening(LayerBelief):
     def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return (*super().layer_options(group), *(("lr",) if math.isfinite(group["prior_std"]) else ()))
 
+    def _is_current(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> bool:
+        """Whether a layer has what `precision` reads; not if a finite prior was given or taken away since."""
+        return float(entry["damped"]) == self.setting(group)
+
+    def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
+        if self._has_factors(layer, group) and not self._is_current(self.optimizer.state[layer.owner], group):
+            self.done.add_raw(layer)  # the step inverts and preconditions
+            return None
+        return super()._precondition(layer, call, group)
+
     def step_scale(self, group: Mapping[str, Any]) -> float:
         lr, batch = float(group["lr"]), group["batch_size"]
         return lr * batch if self.setting(group) else lr * math.sqrt(batch)
@@ -302,6 +323,10 @@ class Whitening(LayerBelief):
         return {f"{side}_root": root if vectors is None else (vectors * root[:, None]) @ vectors.mT}
 
     def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
+        if int(entry["clock"][INVERTED]) and not self._is_current(entry, group):
+            # The average of directions is in the units of `step_scale`.
+            for kept in (self.optimizer.state[p] for p in layer.members if MOMENTUM in self.optimizer.state.get(p, {})):
+                kept[MOMENTUM].mul_(math.sqrt(group["batch_size"]) ** (1 if float(entry["damped"]) else -1))
         if SQUARES in entry:
             # Squares of entries that are independent in the old basis U become, in the basis V, (V'U)^2 times them.
             names = [name for name in found if name.endswith("_basis") and name in entry]
@@ -338,4 +363,9 @@ class Whitening(LayerBelief):
         return half + (half * half + group["batch_size"] * information).sqrt()
 
     def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        if not self._is_current(self.optimizer.state[layer.owner], group):
+            raise RuntimeError(
+                f"prior_std was changed to {group['prior_std']:g} since the last step, whose belief this is: take a "
+                "step, or set the prior_std of that step."
+            )
         return self.precision(layer, group).scale(group["batch_size"] / self.step_scale(group))
