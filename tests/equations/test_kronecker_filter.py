@@ -435,6 +435,26 @@ def test_a_prior_that_is_given_or_taken_away_leaves_the_momentum(priors: tuple[f
         close(a, b)
 
 
+@pytest.mark.parametrize("kinds", [("factors", "gradients"), ("gradients", "factors")], ids=str)
+def test_eigenvalues_are_those_of_each_group(kinds: tuple[str, str]) -> None:
+    """One optimizer of two groups, and two optimizers."""
+    options, results = {"lr": 0.01, "batch_size": 6, "fisher": "empirical", "stats_every": 1}, []
+    for together in (True, False):
+        model = network()
+        groups = [{"params": list(model[i].parameters()), "eigenvalues": kind} for i, kind in zip((0, 2), kinds)]
+        both = [groups] if together else [[group] for group in groups]
+        optimizers = [KroneckerFilterFP(model, params=some, **options) for some in both]
+        for index in range(4):
+            x, y = data(index)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*results):
+        close(a, b)
+
+
 def test_sides_that_are_too_large() -> None:
     """Large sides and embeddings: the steady state uses a diagonal, the filter its fallback."""
     torch.manual_seed(0)

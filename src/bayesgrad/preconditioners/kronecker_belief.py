@@ -271,10 +271,11 @@ class Whitening(LayerBelief):
         return limit_size(super().directions(groups, active), limits)
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
-        if not known or not self._squares_gradients(settings[known[0]]):
+        squared = [layer for layer in known if self._squares_gradients(settings[layer])]
+        if not squared:
             return super()._directions(known, settings)
-        found: dict[Any, Direction] = {}
-        for layer in known:
+        found: dict[Any, Direction] = {**super()._directions([one for one in known if one not in squared], settings)}
+        for layer in squared:
             entry, group = self.optimizer.state[layer.owner], settings[layer]
             basis = self._in_basis(layer, entry, torch.ones(()))
             # Each process has the squares of whole layers, so that all of them have the same state.
