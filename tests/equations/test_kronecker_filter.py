@@ -435,6 +435,26 @@ def test_a_prior_that_is_given_or_taken_away_leaves_the_momentum(priors: tuple[f
         close(a, b)
 
 
+@pytest.mark.parametrize("fisher", ["empirical", "centered", "sampled"])
+@pytest.mark.parametrize("by", ["labels", "weights"])
+def test_errors_are_averaged_over_the_losses_that_count(fisher: str, by: str) -> None:
+    """<delta delta'> with labels that are ignored is that without these rows; it was half of it for half the labels."""
+    moments = []
+    for ignored in (True, False):
+        model = network()
+        optimizer = KroneckerFilterFP(model, batch_size=3, fisher=fisher, seed=0)
+        x, y = data(0)
+        x, y = (x, y.index_fill(0, torch.arange(0, 6, 2), -100)) if ignored else (x[1::2], y[1::2])
+        outputs = model(x)
+        drawn = by == "weights" and fisher != "sampled"  # labels that are drawn are others for fewer rows
+        optimizer.observe(outputs, **({"weights": y != -100} if drawn else {"labels": y}))
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        moments.append([optimizer.state[model[i].weight]["error_moment"] for i in (0, 2)])
+    for a, b in zip(*moments):
+        close(a, b)
+
+
 @pytest.mark.parametrize("kinds", [("factors", "gradients"), ("gradients", "factors")], ids=str)
 def test_eigenvalues_are_those_of_each_group(kinds: tuple[str, str]) -> None:
     """One optimizer of two groups, and two optimizers."""
