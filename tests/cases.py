@@ -307,7 +307,7 @@ ELEMENTWISE = (
             "rescale_lr": False,
             "lr": 0.01,
         },
-        ("variance", "last_variance", "last_mean"),
+        ("variance", "last_variance", "last_step"),
         decays=False,
     ),
 )
@@ -393,7 +393,7 @@ SECOND = (
         "Newton-natural",
         optim.Newton,
         {"num_data": 1344, "betas": (0.0, 0.99), "natural_momentum": 0.5, "probes": 2},
-        ("variance", "last_variance", "last_mean"),
+        ("variance", "last_variance", "last_step"),
         decays=False,
     ),
     Case("VON", optim.VON, {"num_data": 1344}, ("variance", "momentum"), VON, decays=False),

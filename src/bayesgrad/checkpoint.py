@@ -181,7 +181,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     f"{name} cannot change during a run, from {built[name]!r} to {group[name]!r}: build a new "
                     "optimizer."
                 )
-            self._check_common(group, self.common)
+            self._check_common(group, (*self.common, *self.of_all_groups))
             self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
 
     def warn_of_count(self, examples: int) -> None:

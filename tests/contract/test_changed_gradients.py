@@ -119,3 +119,37 @@ def test_factors_and_penalties_with_a_pass_of_their_own_are_not_named() -> None:
             torch.stack([0.1 * p.square().sum() for p in model.parameters()]).sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.0])
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("name", ["FOOF", "KFAC"])
+def test_the_bound_of_preconditioned_gradients_has_the_factor_of_each_layer(
+    name: str, layer: int, factor: float
+) -> None:
+    """max_norm / sqrt(sum over layers of c^2 d·g), with `.grad` = c d for precondition="backward"."""
+    model, x, y = network()
+    optimizer = getattr(optim, name)(model, lr=0.1, max_norm=1e-3, precondition="backward", **LAYERED[name])
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = cross_entropy(outputs := model(x), y)
+        optimizer.observe(outputs)
+        loss.backward()
+        optimizer.step()
+    gradients = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+    optimizer.zero_grad()
+    loss = cross_entropy(outputs := model(x), y)
+    optimizer.observe(outputs)
+    loss.backward()
+    for p in model[layer].parameters():
+        p.grad.mul_(factor)
+    changed = {id(p) for p in model[layer].parameters()}
+    products = [
+        (p.grad * g).sum() * (factor if id(p) in changed else 1.0) for p, g in zip(model.parameters(), gradients)
+    ]
+    before, directions = [p.detach().clone() for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    bound = 1e-3 / torch.stack(products).sum().sqrt()
+    assert bound < 1
+    for p, old, direction in zip(model.parameters(), before, directions):
+        torch.testing.assert_close(p.detach(), old - 0.1 * bound * direction, rtol=1e-9, atol=1e-12)

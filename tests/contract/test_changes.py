@@ -99,7 +99,13 @@ def test_what_decides_the_meaning_of_the_state_cannot_change_in_any_group(name: 
     train(model, optimizer, range(5, 6))
 
 
-@pytest.mark.parametrize(("name", "option"), [("Langevin", "damping"), ("SNGD", "batch_size"), ("KFAC", "max_norm")])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *[("Langevin", "damping"), ("SNGD", "batch_size"), ("KFAC", "max_norm"), ("NaturalGradient", "update_every")],
+        *[("IVON", "samples"), ("Newton", "probes"), ("OGN", "losses_per_example"), ("SNGD", "update_every")],
+    ],
+)
 def test_options_of_all_groups_change_together(name: str, option: str) -> None:
     """The first group's value was used for all."""
     case = next(case for case in CASES if case.name == name)
@@ -107,10 +113,10 @@ def test_options_of_all_groups_change_together(name: str, option: str) -> None:
     optimizer = grouped(case, model, [{}, {}])
     train(model, optimizer, range(2))
     for changed in (0, 1):
-        optimizer.param_groups[changed][option] = 40.0 + changed
+        optimizer.param_groups[changed][option] = 40 + changed
         with pytest.raises(ValueError, match=f"^{option} must be the same in all groups, got "):
             train(model, optimizer, range(2, 3))
-        optimizer.param_groups[1 - changed][option] = 40.0 + changed
+        optimizer.param_groups[1 - changed][option] = 40 + changed
         train(model, optimizer, range(2, 3))
 
 

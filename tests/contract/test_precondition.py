@@ -423,3 +423,68 @@ def test_the_backward_pass_does_not_use_the_factors_of_other_parameters_of_a_lay
     step(other, rule(other, **options))
     for p, q in zip(model[2].parameters(), other[2].parameters()):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["plain", "repeated calls", "convolution", "groups", "embedding"])
+def test_parameters_of_a_layer_that_another_optimizer_has_get_their_own_gradients(
+    name: str, rule: str, part: str
+) -> None:
+    """Those of `params=` are preconditioned in the backward pass; the others had no gradient after the first step."""
+    torch.manual_seed(0)
+    make, data = MODELS[name]
+    model = make()
+    optimizer = RULES[rule](model, params=[p for n, p in model.named_parameters() if n.endswith(part)])
+    for group in optimizer.param_groups:
+        group["precondition"] = "backward"
+    for _ in range(3):
+        x, y = data(BATCH), torch.randint(CLASSES, (BATCH,))
+        wanted = gradients(model, x, y)
+        model.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, y).backward()
+        for other, p in model.named_parameters():
+            if not other.endswith(part):
+                torch.testing.assert_close(p.grad, wanted[other], rtol=1e-10, atol=1e-12)
+        optimizer.step()
+
+
+def test_a_bias_that_layers_share_is_trained_beside_gradients_of_the_backward_pass() -> None:
+    """It belongs to no layer, and takes the fallback."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, CLASSES))
+    model[2].bias = model[0].bias
+    with pytest.warns(UserWarning, match=r"FOOF does not support 0\.bias"):
+        optimizer = FOOF(model, lr=0.1, precondition="backward")
+    for _ in range(3):
+        x, y = torch.randn(BATCH, 4), torch.randint(CLASSES, (BATCH,))
+        wanted = gradients(model, x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        torch.testing.assert_close(model[0].bias.grad, wanted["0.bias"], rtol=1e-10, atol=1e-12)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("place", ["step", "backward"])
+def test_two_optimizers_of_a_layer_do_not_precondition_it_in_the_backward_pass(place: str) -> None:
+    """As one that is not used any more, and that a scheduler keeps."""
+    torch.manual_seed(0)
+    model = mlp()
+    x, y = VECTORS(BATCH), torch.randint(CLASSES, (BATCH,))
+
+    def step(optimizer: Any) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    old = FOOF(model, lr=0.1, precondition="backward")
+    schedule = torch.optim.lr_scheduler.StepLR(old, 1)
+    for _ in range(2):
+        step(old)
+    old = FOOF(model, lr=0.1, precondition=place)
+    with pytest.raises(RuntimeError, match=r"two optimizers have the weight .* schedulers that refer to it"):
+        step(old)
+    del schedule
+    step(old)

@@ -469,6 +469,15 @@ def test_weights_that_are_loaded_after_construction_are_refused(rule) -> None:
     resumed.load_state_dict(first.state_dict())
     models[2].load_state_dict(models[0].state_dict())
     step(models[2], resumed)
+    best = {"weight": -models[2].weight.detach()}
+    with torch.no_grad():
+        models[2].weight.copy_(-models[2].weight).neg_()  # others for a while, as those of an average
+    step(models[2], resumed)
+    models[2].load_state_dict(best)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"were changed since the last step of .*: load the state of the optim"):
+            step(models[2], resumed)
+    assert torch.equal(models[2].weight, best["weight"])
 
 
 def test_a_constructor_that_fails_leaves_weights_alone() -> None:

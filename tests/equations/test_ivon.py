@@ -341,6 +341,23 @@ def test_natural_momentum_is_momentum_of_natural_parameters(gammas: tuple[float,
         assert 1 / optimizer.state[weight]["variance"].item() == pytest.approx(s, rel=1e-10)
 
 
+def test_natural_momentum_is_that_of_steps_if_weights_are_loaded_between_them() -> None:
+    """gamma (P_old/P) (w - w_old) with the last step in place of the distance to other weights."""
+    moved = []
+    for loaded in (0.0, 5.0):
+        weight = nn.Parameter(torch.tensor([0.4, -0.2], **F64))
+        optimizer = IVON([weight], 0.1, num_data=10, prior_precision=0.0, natural_momentum=0.5)
+        for index in range(4):
+            with torch.no_grad():
+                weight.add_(loaded if index == 3 else 0.0)
+            before = weight.detach().clone()
+            with optimizer.sampled(noise=torch.ones_like):
+                weight.grad = torch.tensor([1.0, -0.5], **F64)
+            optimizer.step()
+        moved.append(weight.detach() - before)
+    torch.testing.assert_close(*moved, rtol=1e-10, atol=1e-12)
+
+
 def test_warns_where_the_hessian_has_not_moved() -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = IVON([weight], num_data=100, betas=(0.9, 0.99999))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -405,6 +406,73 @@ def test_layers_that_were_never_seen_have_the_prior() -> None:
         close(variance["0.weight"], torch.full((30, 4), 0.04, dtype=D))
         variance = rule(model, batch_size=20).posterior(model).variance()
         close(variance["0.weight"], torch.full((30, 4), 0.1 / 20, dtype=D))
+
+
+@pytest.mark.parametrize("place", ["step", "backward"])
+@pytest.mark.parametrize("priors", [(math.inf, 1e6), (1e6, math.inf)], ids=str)
+def test_a_prior_that_is_given_or_taken_away_leaves_the_momentum(priors: tuple[float, float], place: str) -> None:
+    """A step without a gradient goes on with the average of earlier ones, in the units of either prior."""
+    moved, before = [], []
+    for after in priors:
+        model = network()
+        optimizer = KroneckerFilterFP(
+            model, lr=0.01, batch_size=6, prior_std=priors[0], fisher="empirical", precondition=place
+        )
+        for index in range(4):
+            x, y = data(index)
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * (index < 3)).backward()
+            optimizer.step()
+            if index == 2:
+                optimizer.param_groups[0]["prior_std"] = after
+                before = [p.detach().clone() for p in model.parameters()]
+                expected = pytest.raises(RuntimeError, match=r"prior_std was changed to .* since the last step")
+                with expected if after != priors[0] else nullcontext():
+                    optimizer.posterior(model)
+        moved.append([p.detach() - old for p, old in zip(model.parameters(), before)])
+    assert all(part.any() for part in moved[0])
+    for a, b in zip(*moved):
+        close(a, b)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "centered", "sampled"])
+@pytest.mark.parametrize("by", ["labels", "weights"])
+def test_errors_are_averaged_over_the_losses_that_count(fisher: str, by: str) -> None:
+    """<delta delta'> with labels that are ignored is that without these rows; it was half of it for half the labels."""
+    moments = []
+    for ignored in (True, False):
+        model = network()
+        optimizer = KroneckerFilterFP(model, batch_size=3, fisher=fisher, seed=0)
+        x, y = data(0)
+        x, y = (x, y.index_fill(0, torch.arange(0, 6, 2), -100)) if ignored else (x[1::2], y[1::2])
+        outputs = model(x)
+        drawn = by == "weights" and fisher != "sampled"  # labels that are drawn are others for fewer rows
+        optimizer.observe(outputs, **({"weights": y != -100} if drawn else {"labels": y}))
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        moments.append([optimizer.state[model[i].weight]["error_moment"] for i in (0, 2)])
+    for a, b in zip(*moments):
+        close(a, b)
+
+
+@pytest.mark.parametrize("kinds", [("factors", "gradients"), ("gradients", "factors")], ids=str)
+def test_eigenvalues_are_those_of_each_group(kinds: tuple[str, str]) -> None:
+    """One optimizer of two groups, and two optimizers."""
+    options, results = {"lr": 0.01, "batch_size": 6, "fisher": "empirical", "stats_every": 1}, []
+    for together in (True, False):
+        model = network()
+        groups = [{"params": list(model[i].parameters()), "eigenvalues": kind} for i, kind in zip((0, 2), kinds)]
+        both = [groups] if together else [[group] for group in groups]
+        optimizers = [KroneckerFilterFP(model, params=some, **options) for some in both]
+        for index in range(4):
+            x, y = data(index)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*results):
+        close(a, b)
 
 
 def test_sides_that_are_too_large() -> None:

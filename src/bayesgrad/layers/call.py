@@ -178,9 +178,15 @@ class Site:
                 recorder.received(LayerCall(module, *seen, task, forward_id, name, volatile, None, call_id))
                 for recorder, name in (alive if x.numel() else ())  # an empty batch is not recorded
             ]
-        pair = next((one for one in found if one is not None), None)
-        if pair is None:
-            pair = parameter_gradients(op, error, x, weight, needs)
+        given = [one for one in found if one is not None]
+        if given and len(alive) > 1:
+            _refuse_conflict(module, [(recorder, one) for (recorder, _), one in zip(alive, found)])
+        first, second = (next((one[side] for one in given if one[side] is not None), None) for side in (0, 1))
+        missing = needs[0] and first is None, needs[1] and second is None
+        if any(missing):  # a parameter that none of them has, or all of them leave as it is
+            own = parameter_gradients(op, error, x, weight, missing)
+            first, second = own[0] if missing[0] else first, own[1] if missing[1] else second
+        pair = first, second
         for recorder, _ in alive:
             if recorder.marks is not None:
                 recorder.marks.returned(module, pair, task)
@@ -191,6 +197,20 @@ class Site:
         task = torch._C._current_graph_task_id()
         self.latest = task, 1 + (self.latest[1] if self.latest[0] == task else 0)
         return self.latest[1]
+
+
+def _refuse_conflict(module: nn.Module, found: Iterable[tuple[Any, Pair | None]]) -> None:
+    """Raises if a gradient is replaced by one of several optimizers that have the parameter."""
+    marks = [(recorder.marks, one) for recorder, one in found if recorder.marks is not None]
+    for side, name in enumerate(("weight", "bias")):
+        p = module._parameters.get(name)
+        having = [one for own, one in marks if any(p is q for q in own.params)]
+        if len(having) > 1 and any(one is not None and one[side] is not None for one in having):
+            raise RuntimeError(
+                f"two optimizers have the {name} of a {type(module).__name__} layer, and one of them preconditions its "
+                "gradient in the backward pass: use precondition='step', or delete the optimizer that is not used any "
+                "more, and schedulers that refer to it."
+            )
 
 
 SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()

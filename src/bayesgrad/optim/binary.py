@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.running_statistics import spread
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.parts import Source, entries
+from bayesgrad.parts import Groups, Noise, Source, entries
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.filtered import check_scale, names_in
 from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
@@ -84,7 +85,7 @@ class BinaryOptimizer(BeliefOptimizer):
 
     def _reset(self) -> None:
         super()._reset()
-        self._built: dict[Tensor, int] = {}  # versions of the weights that no step has changed
+        self._versions: dict[Tensor, int] = {}  # of the weights when they were last seen to be signs of latent values
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._complete = False  # a constructor that raises changes no weights
@@ -116,20 +117,43 @@ class BinaryOptimizer(BeliefOptimizer):
         super().initialise(group, params, preconditioner)
         for p in new:
             p.copy_(signs(self.state[p][self.rule.latent]))
-            self._built[p] = shards.version(p)
+        self._note_weights(new)
         self.weights_changed()
 
-    def check_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """As in `CheckedOptimizer`; refuses weights that were loaded after they were copied to the state."""
-        super().check_changes(groups)
-        built, self._built = self._built, {}
-        for p in (p for p, version in built.items() if shards.version(p) != version):
-            latent = self.state[p].get(self.rule.latent)
+    @contextmanager
+    def sampled(self, noise: Noise | None = None) -> Iterator[None]:
+        """As in `BeliefOptimizer`; refuses weights that were changed, of which a draw knows nothing."""
+        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad and self.needs.draws]
+        self._check_weights(every)
+        with super().sampled(noise):
+            yield
+        self._note_weights(every)
+
+    def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
+        """As in `BeliefOptimizer`; a step replaces weights by signs, so it refuses those that were changed."""
+        every = [p for params in active for p in params]
+        self._check_weights(every)
+        super()._update(groups, active)
+        self._note_weights(every)
+
+    def _note_weights(self, params: Iterable[Tensor]) -> None:
+        self._versions |= {p: shards.version(p) for p in params}
+
+    def _check_weights(self, params: Iterable[Tensor]) -> None:
+        """Raises if weights were changed since they were set to the signs of latent values, as by loading others."""
+        own = type(self).__name__
+        for p in (p for p in params if self._versions.get(p) != shards.version(p)):
+            entry = self.state.get(p, {})
+            latent = entry.get(self.rule.latent)
             if latent is not None and not torch.equal(shards.local(p), signs(shards.local(latent)).to(p.dtype)):
-                self._built = built
+                if not entry.get("step", 0):
+                    raise RuntimeError(
+                        f"weights of {self.name_of(p)} were changed after {own} was built, which copied them to its "
+                        "state: load or initialise weights before building it."
+                    )
                 raise RuntimeError(
-                    f"weights of {self.name_of(p)} were changed after {type(self).__name__} was built, which copied "
-                    "them to its state: load or initialise weights before building it."
+                    f"weights of {self.name_of(p)} were changed since the last step of {own}, whose state has their "
+                    f"latent values: load the state of the optimizer too, or build a new {own}."
                 )
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:

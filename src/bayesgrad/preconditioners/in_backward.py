@@ -13,6 +13,7 @@ from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.modules import Layer
 from bayesgrad.preconditioners.rows import InnerProduct
+from bayesgrad.shards import any_process, gradient_of, local
 
 
 class PreconditionedGradients:
@@ -81,27 +82,46 @@ class PreconditionedGradients:
                     "backward passes of their own, or are added to the loss after the first step."
                 )
 
-    def share(self, exchange: Exchange) -> None:
-        if (root := self._root(self.layers)) is not None:
+    def share(self, exchange: Exchange, marks: GradientMarks) -> None:
+        if (root := self._root(self.layers, marks)) is not None:
             exchange.add(Sum(root), self._receive)
 
     def _receive(self, found: Sum) -> None:
         self._joint = InnerProduct(True, (found.total / found.count).square())
 
-    def _root(self, layers: Collection[Layer]) -> Tensor | None:
+    def _root(self, layers: Collection[Layer], marks: GradientMarks) -> Tensor | None:
         """The sum, over backward passes and repeated calls, of the roots of d·g of these layers.
 
-        The root of d·g is at most that, for sums d and g of these parts.
+        The root of d·g is at most that, for sums d and g of these parts. Both are multiplied by what the gradient of
+        their layer was multiplied by since.
         """
-        roots = []
+        roots, squares = [], None
         for products in self._products.values():
-            own = [one.total for layer, one in products.items() if layer in layers and one.total is not None]
-            if own:
-                roots.append(torch.stack([value.to(own[0]) for value in own]).sum().clamp(min=0).sqrt())
+            own = {one: i.total for one, i in products.items() if one in layers and i.total is not None}
+            squares = _squared_factors(layers, marks) if own and squares is None else squares
+            if own and squares is not None:
+                first = next(iter(own.values()))
+                parts = [(total * squares[one].to(total)).to(first) for one, total in own.items()]
+                roots.append(torch.stack(parts).sum().clamp(min=0).sqrt())
         return torch.stack([root.to(roots[0]) for root in roots]).sum() if roots else None
 
-    def join(self, inner: InnerProduct, layers: Collection[Layer], factor: Tensor | None) -> None:
-        """Adds d·g of these layers, whose gradients were multiplied by a factor since."""
-        root = self._root(layers) if self._joint is None else self._joint.root()
+    def join(self, inner: InnerProduct, layers: Collection[Layer], marks: GradientMarks) -> None:
+        """Adds d·g of these layers."""
+        root = self._root(layers, marks) if self._joint is None else self._joint.root()
         if inner.needed and root is not None:
-            inner.include(root.square() if factor is None else (root * factor.to(root)).square())
+            inner.include(root.square())
+
+
+def _squared_factors(layers: Collection[Layer], marks: GradientMarks) -> dict[Layer, Tensor]:
+    """Layer -> the square of the factor of its gradients since they were computed, 0 if they were set to zero."""
+    every = [p for layer in layers for p in layer.members]
+    if marks.untouched(every):  # by a `GradScaler` at most, which multiplies all of them by one number
+        common = marks.factor(every)
+        return dict.fromkeys(layers, torch.ones(()) if common is None else common.square())
+    found = {}
+    for layer in layers:
+        some = [p for p in layer.members if p.grad is not None]
+        kept = torch.stack([any_process(local(gradient_of(p)).any(), [p]) for p in some]).any() if some else None
+        factor = marks.factor(some)
+        found[layer] = torch.ones(()) if factor is None or kept is None else factor.square() * kept.to(factor)
+    return found

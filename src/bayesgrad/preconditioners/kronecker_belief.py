@@ -11,21 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesgrad import likelihoods
 from bayesgrad.directions import Direction, Directions
 from bayesgrad.distributed import Job
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import COMPILED, LayerCall, Pair
+from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
+from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
+from bayesgrad.preconditioners.collected import Collected
 from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, SQUARED, SQUARES, cost, has_merged, next_step, store
+from bayesgrad.preconditioners.refresh import (
+    INVERTED,
+    MERGED,
+    MERGES,
+    SQUARED,
+    SQUARES,
+    cost,
+    has_merged,
+    next_step,
+    store,
+)
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import LARGEST, OrnsteinUhlenbeck, Static, average
-from bayesgrad.rules.update import NaturalStep, UpdateRule
+from bayesgrad.rules.update import MOMENTUM, NaturalStep, UpdateRule
 from bayesgrad.shards import part_of, placed, whole
 
 MEAN_DECAY = 0.99  # decay of the average of errors, as in CentredGradient
@@ -47,6 +62,26 @@ class LayerBelief(LayerPreconditioner):
 
     def setting(self, group: Mapping[str, Any]) -> float:
         return 0.0
+
+    def forget(self, observed: bool) -> None:
+        super().forget(observed)
+        if observed:
+            # The part of the losses of a forward pass that counts; those of compiled models share an entry.
+            self.shares: dict[int, float] = {}
+
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
+        super().observe(outputs, loss, labels, weights)
+        if isinstance(outputs, Tensor) and not all(map(self.from_labels, self.optimizer.param_groups)):
+            likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
+            if (each := loss_weights(likelihood, outputs, labels, weights)) is not None:
+                self.shares[self.recorded.recorder.current] = self.shares[COMPILED] = float(each.mean())
+
+    def _add(
+        self, found: Collected, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1
+    ) -> None:
+        if found is self.from_passes:
+            share = self.shares.get(min(call.forward_id, COMPILED), 1.0)
+        super()._add(found, layer, call, forward, share)
 
     @abstractmethod
     def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
@@ -236,6 +271,16 @@ class Whitening(LayerBelief):
     def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return (*super().layer_options(group), *(("lr",) if math.isfinite(group["prior_std"]) else ()))
 
+    def _is_current(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> bool:
+        """Whether a layer has what `precision` reads; not if a finite prior was given or taken away since."""
+        return float(entry["damped"]) == self.setting(group)
+
+    def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
+        if self._has_factors(layer, group) and not self._is_current(self.optimizer.state[layer.owner], group):
+            self.done.add_raw(layer)  # the step inverts and preconditions
+            return None
+        return super()._precondition(layer, call, group)
+
     def step_scale(self, group: Mapping[str, Any]) -> float:
         lr, batch = float(group["lr"]), group["batch_size"]
         return lr * batch if self.setting(group) else lr * math.sqrt(batch)
@@ -250,10 +295,11 @@ class Whitening(LayerBelief):
         return limit_size(super().directions(groups, active), limits)
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
-        if not known or not self._squares_gradients(settings[known[0]]):
+        squared = [layer for layer in known if self._squares_gradients(settings[layer])]
+        if not squared:
             return super()._directions(known, settings)
-        found: dict[Any, Direction] = {}
-        for layer in known:
+        found: dict[Any, Direction] = {**super()._directions([one for one in known if one not in squared], settings)}
+        for layer in squared:
             entry, group = self.optimizer.state[layer.owner], settings[layer]
             basis = self._in_basis(layer, entry, torch.ones(()))
             # Each process has the squares of whole layers, so that all of them have the same state.
@@ -302,6 +348,10 @@ class Whitening(LayerBelief):
         return {f"{side}_root": root if vectors is None else (vectors * root[:, None]) @ vectors.mT}
 
     def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
+        if int(entry["clock"][INVERTED]) and not self._is_current(entry, group):
+            # The average of directions is in the units of `step_scale`.
+            for kept in (self.optimizer.state[p] for p in layer.members if MOMENTUM in self.optimizer.state.get(p, {})):
+                kept[MOMENTUM].mul_(math.sqrt(group["batch_size"]) ** (1 if float(entry["damped"]) else -1))
         if SQUARES in entry:
             # Squares of entries that are independent in the old basis U become, in the basis V, (V'U)^2 times them.
             names = [name for name in found if name.endswith("_basis") and name in entry]
@@ -338,4 +388,9 @@ class Whitening(LayerBelief):
         return half + (half * half + group["batch_size"] * information).sqrt()
 
     def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        if not self._is_current(self.optimizer.state[layer.owner], group):
+            raise RuntimeError(
+                f"prior_std was changed to {group['prior_std']:g} since the last step, whose belief this is: take a "
+                "step, or set the prior_std of that step."
+            )
         return self.precision(layer, group).scale(group["batch_size"] / self.step_scale(group))

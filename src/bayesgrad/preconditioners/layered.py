@@ -193,7 +193,7 @@ class LayerPreconditioner(Preconditioner):
             found.setdefault(layer, self._empty(layer, group)).share(exchange)
         if due:
             self.recorded.marks.share(exchange)
-        self.done.share(exchange)
+        self.done.share(exchange, self.recorded.marks)
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
         """The number of losses of the pass of a call, by which the moment of its inputs is divided."""
@@ -345,8 +345,7 @@ class LayerPreconditioner(Preconditioner):
                 rest[layer] = precision
         found |= from_gradients(rest, inner)
         if self.done.layers:
-            done = [layer for layer in known if layer in self.done.layers]
-            self.done.join(inner, done, marks.factor([p for layer in done for p in layer.members]))
+            self.done.join(inner, [layer for layer in known if layer in self.done.layers], marks)
         return limit_norm(found, limit, inner.total)
 
     def _refresh(self, known: list[Layer], fresh: Mapping[Layer, LayerStatistics], settings: Settings) -> None:

@@ -30,7 +30,8 @@ from bayesgrad.precision import Precision, Scalar
 from bayesgrad.rules.transition import LARGEST, LAST_VARIANCE, OLDER_VARIANCE, Memory, Scalars, Transition, average
 
 MOMENTUM = "momentum"  # the slot of the average of gradients or directions
-OPTIONAL = (MOMENTUM, "last_mean", LAST_VARIANCE)  # slots that a rule has only while an option is not zero
+LAST_STEP = "last_step"  # the slot of the last change of the mean
+OPTIONAL = (MOMENTUM, LAST_STEP, LAST_VARIANCE)  # slots that a rule has only while an option is not zero
 PRIOR_PRECISION, PRIOR_MEAN = "prior_precision", "prior_mean"  # slots of a prior: the posterior of an earlier task
 
 
@@ -186,9 +187,7 @@ class ExpectedHessian(Curvature):
 
 
 class Move(ABC):
-    """Base class of all moves. The slots in `means` start at the value of the parameter."""
-
-    means: tuple[str, ...] = ()
+    """Base class of all moves."""
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the move's state tensors, which may depend on the hyperparameters of `group`."""
@@ -242,11 +241,10 @@ class NaturalStep(Move):
 
     heavy_ball: bool = False
     natural_momentum: bool = False
-    means = ("last_mean",)
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         averages = (MOMENTUM,) if momentum_of(group) else ()
-        return (*averages, "last_mean") if self.natural_momentum else averages
+        return (*averages, LAST_STEP) if self.natural_momentum else averages
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         momentum = momentum_of(group)
@@ -276,8 +274,8 @@ class NaturalStep(Move):
         if self.natural_momentum:
             ratio = precision.variance() / memory[OLDER_VARIANCE]
             largest = LARGEST[mean.dtype]
-            moved = moved + (n["natural_momentum"] * ratio * (mean - memory["last_mean"])).clamp(-largest, largest)
-            memory["last_mean"] = mean
+            moved = moved + (n["natural_momentum"] * ratio * memory[LAST_STEP]).clamp(-largest, largest)
+            memory[LAST_STEP] = moved - mean  # not the old mean: weights that are loaded since are no step
         return moved
 
 
@@ -305,8 +303,6 @@ class UpdateRule:
 
     def initial(self, slot: str, p: Tensor, prior_variance: Callable[[], float]) -> float | Tensor:
         """The initial value of a state tensor."""
-        if slot in self.move.means:
-            return p
         return prior_variance() if slot in self.transition.variances else 0.0
 
     def scalars(
