@@ -146,6 +146,7 @@ class Exchange:
         self._before = before
         self._sums: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         self._rows: list[tuple[Tensor, Callable[[list[Tensor]], None]]] = []
+        self._owners: list[Hashable] = []
         self._after: list[Callable[[], None]] = []
         self._device: torch.device | None = None
 
@@ -157,15 +158,23 @@ class Exchange:
         """Calls a function when everything was received."""
         self._after.append(call)
 
-    def add(self, one: Sum, receive: Callable[[Sum], Any]) -> None:
-        """Sums total and count over processes."""
+    def add(self, one: Sum, receive: Callable[[Sum], Any], owner: Hashable = None) -> None:
+        """Sums total and count over processes.
+
+        Args:
+            one: what this process has.
+            receive: is called with the sums.
+            owner: what it belongs to, as the number of a parameter: others of the same shape are not added to it.
+        """
+        self._owners.append(owner)
         held: list[Tensor] = []
         count = torch.as_tensor(one.count, dtype=one.total.dtype, device=one.total.device)
         self._sums.append((one.total, held.append))
         self._sums.append((count, lambda count: receive(Sum(held[0], count))))  # of one dtype: one all-reduce
 
-    def gather(self, rows: Tensor, receive: Callable[[list[Tensor]], None]) -> None:
+    def gather(self, rows: Tensor, receive: Callable[[list[Tensor]], None], owner: Hashable = None) -> None:
         """Collects one tensor of each process; they may differ in shape, but not in the number of dimensions."""
+        self._owners.append(owner)
         self._rows.append((rows, receive))
 
     def run(self, *run: Hashable, what: str = RUN) -> None:
@@ -180,7 +189,8 @@ class Exchange:
         if self._device is None:
             return
         self._before()
-        layout = [(tuple(t.shape), t.dtype) for t, _ in self._sums], [(t.dim(), t.dtype) for t, _ in self._rows]
+        shapes = [(tuple(t.shape), t.dtype) for t, _ in self._sums], [(t.dim(), t.dtype) for t, _ in self._rows]
+        layout = (*shapes, self._owners)
         own = torch.tensor([zlib.crc32(repr(words).encode()) for words in (layout, run)], device=self._device)
         every = torch.stack(_gathered(own)).tolist()
         for words, name in zip(zip(*every), ("what they have collected", what)):

@@ -67,6 +67,31 @@ def test_moments_of_errors_have_the_factor_of_their_layer(fisher: str) -> None:
     torch.testing.assert_close(moments[1][1], 0.01 * moments[0][1], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("name", ["FOOF", "KFAC"])
+def test_the_norm_of_a_step_has_the_factor_of_each_layer(name: str, layer: int) -> None:
+    """With precondition="backward", d·g is a sum over layers, each times the square of its own factor."""
+    limit, factor, lr = 0.05, 0.01, 0.5
+    model, *_ = network(20, 30, 3)
+    optimizer = getattr(optim, name)(model, lr, precondition="backward", max_norm=limit, **LAYERED[name])
+    for index in range(3):
+        x, y = 2 * torch.randn(4, 20).double(), torch.randint(0, 3, (4,))
+        optimizer.zero_grad()
+        loss = cross_entropy(outputs := model(x), y)
+        optimizer.observe(outputs, loss=loss)
+        gradients = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+        loss.backward()
+        for p in model[layer].parameters():
+            p.grad.mul_(factor)
+        own = [factor if p in set(model[layer].parameters()) else 1.0 for p in model.parameters()]
+        directions = [p.grad.clone() for p in model.parameters()]
+        square = torch.stack([f * (d * g).sum() for f, d, g in zip(own, directions, gradients)]).sum()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        for p, old, d in zip(model.parameters(), before, directions if index else ()):  # the first has no factors yet
+            torch.testing.assert_close(old - p.detach(), lr * limit / square.sqrt() * d, rtol=1e-9, atol=1e-12)
+
+
 def test_layers_without_gradients_have_the_factor_of_the_others() -> None:
     """The inputs of the last layer are zero, and so is the gradient of its weights; errors are not."""
     model, x, y = network()

@@ -54,6 +54,10 @@ class Mark(NamedTuple):
             and (gradient._version if type(gradient) is Tensor else version_of(gradient)) == self.version
         )
 
+    def may_be(self, gradient: Tensor | None) -> bool:
+        """Whether it is this gradient, unchanged as far as is known."""
+        return self.untouched(gradient) or (self.version < 0 and gradient is not None and self.gradient() is gradient)
+
 
 class GradientMarks:
     """What happened to the gradients of some parameters since their last backward pass.
@@ -83,7 +87,8 @@ class GradientMarks:
         self.sharded = any(map(is_shard, self.params))
         self._unexplained: set[Tensor] = set()  # in this process
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
-        self._averaged: tuple[int, list[Tensor]] = -1, []  # a pass, and parameters that are averaged at its end
+        # A pass, and parameters whose gradients were not changed before they are averaged at its end.
+        self._averaged: tuple[int, set[Tensor]] = -1, set()
         self.twice: set[Tensor] = set()
         self.extended: set[Tensor] = set()
         self.foreign: set[Tensor] = set()
@@ -208,18 +213,23 @@ class GradientMarks:
         self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
         if has_group() and joint_processes() > 1:
             if self._averaged[0] != (now := torch._C._current_graph_task_id()):
-                self._averaged = now, []
+                self._averaged = now, {q for q, mark in self.marks.items() if mark.passes and mark.may_be(q.grad)}
                 after_averaging(self._mark_averages)
-            self._averaged[1].append(p)
+            self._averaged[1].add(p)
 
     def _mark_averages(self) -> None:
-        """Marks the gradients as they are now: the averages over processes."""
-        for p in self._averaged[1]:
-            old, gradient = self.marks.get(p), p.grad
-            if old is None or gradient is None:
-                continue
-            version = gradient._version if old.version >= 0 else -1
-            self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), old.passes)
+        """Marks the gradients as they are now: the averages over processes.
+
+        Also those of layers that this process has used in an earlier pass of the step, or only others have.
+        """
+        for p, gradient in ((p, g) for p in self.params if (g := p.grad) is not None and g.layout is torch.strided):
+            old = self.marks.get(p)
+            mine = old is not None and p in self._averaged[1]
+            if not is_shard(p) and (mine or old is None or old.gradient() is not gradient):
+                version, passes = (
+                    (-1 if old.version < 0 else gradient._version, old.passes) if old and mine else (-1, 1)
+                )
+                self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
 
     def _is_check_due(self, p: Tensor, calls: int, alone: bool) -> bool:
         """Whether the values of a gradient are compared in the next pass, because it may have other terms than before.

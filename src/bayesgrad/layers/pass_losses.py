@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 from bayesgrad.layers.call import COMPILED, LayerCall
@@ -31,9 +31,9 @@ class PassLosses:
         """Forgets that a layer was called."""
         self._passes.pop(layer, None)
 
-    def differ(self) -> bool:
-        """Whether layers were called in different passes."""
-        return len(set(map(frozenset, self._passes.values()))) > 1
+    def differ(self, layers: Iterable[Hashable] = ()) -> bool:
+        """Whether layers were called in different passes; these too, which may have been called in none."""
+        return len({frozenset(self._passes.get(layer, ())) for layer in {*layers, *self._passes}}) > 1
 
     def forget_lost(self, lost: Callable[[Any], bool]) -> None:
         """Forgets layers for which this is True, and passes that no other layer has: they were given up."""

@@ -258,8 +258,8 @@ class LayerStatistics:
             self._share_rows(exchange, like)
         else:
             self._moments = self.moments() if self.rows else self._moments
-            for moment in self._moments.values():
-                moment.count = moment.count if self.rows else 0.0
+            for side, moment in self._moments.items():
+                moment.count = moment.count if self.rows else self.losses if side == "input" else 0.0
                 moment.share(exchange, groups, like)
             self.keeps = False
         self.calls, self._shared = [], True
@@ -287,7 +287,11 @@ class LayerStatistics:
     @property
     def empty(self) -> bool:
         """Whether no process has seen anything, once it is shared."""
-        return not (self.rows if self.keeps else any(moment.count for moment in self._moments.values()))
+        if self.keeps:
+            return not self.rows
+        # Processes count the losses of layers that they have not called, which have no errors, and zeros for inputs.
+        known = sorted(self._moments.items())
+        return not any(m.count if side == "error" else m.total is not None and bool(m.total.any()) for side, m in known)
 
     def moments(self) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from bayesgrad.distributed import Exchange
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.modules import Layer
@@ -35,11 +36,24 @@ class Collected(dict[Layer, LayerStatistics]):
 
         Not in compiled models, and for layers that are called outside of the model.
         """
-        if self.losses.unknown or not self.losses.differ():
+        if self.losses.unknown or not self.losses.differ(self):
             return
         self.losses.forget_lost(lambda layer: marks.restarted(layer.members))
         for statistics in self.values():
             statistics.count_others(self.losses)
+
+    def share(self, exchange: Exchange, marks: GradientMarks, empty: Mapping[Layer, LayerStatistics]) -> None:
+        """Adds what other processes have: losses of a process count also for layers that it has not called.
+
+        Args:
+            empty: the statistics to begin with, of all layers that take part.
+        """
+        for layer, statistics in empty.items():
+            self.setdefault(layer, statistics)
+        self.complete(marks)
+        for layer in empty:
+            self[layer].share(exchange)
+        exchange.after(self.drop_empty)
 
     def drop_empty(self) -> None:
         """Forgets layers that no process has called."""

@@ -185,12 +185,9 @@ class LayerPreconditioner(Preconditioner):
         """What is due of all layers, in the order of the model; a layer that no process has called has nothing."""
         groups = {layer: self.groups[layer.owner] for layer in self.recorded.layers}
         due = {layer: group for layer, group in groups.items() if self.due(layer, group)}
-        for collected in (self.from_observations, self.from_passes):
-            collected.complete(self.recorded.marks)
-            exchange.after(collected.drop_empty)
-        for layer, group in due.items():
-            found = self.from_observations if self.from_labels(group) else self.from_passes
-            found.setdefault(layer, self._empty(layer, group)).share(exchange)
+        for labelled, collected in ((True, self.from_observations), (False, self.from_passes)):
+            some = {one: self._empty(one, group) for one, group in due.items() if self.from_labels(group) == labelled}
+            collected.share(exchange, self.recorded.marks, some)
         if due:
             self.recorded.marks.share(exchange)
         self.done.share(exchange, self.recorded.marks)

@@ -132,11 +132,11 @@ class Woodbury(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         for columns, given, losses in observed:
             every: dict[int, PerExampleGradients] = {}
-            for p in (p for p in self.params if id(p) in columns):
+            for i, p in ((i, p) for i, p in enumerate(self.params) if id(p) in columns):
                 names, tensors = zip(*columns[id(p)].tensors().items())
                 parts: list[list[Tensor]] = []
                 for tensor in tensors:
-                    exchange.gather(tensor, parts.append)
+                    exchange.gather(tensor, parts.append, i)
                 exchange.after(partial(self._join, every, p, names, parts))
             exchange.add(Sum(shards.local(self.params[0]).new_zeros(()), losses), partial(self._receive, every, given))
         self.recorded.marks.share(exchange)

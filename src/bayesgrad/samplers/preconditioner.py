@@ -249,7 +249,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
         fresh: Statistics = {}
         for p, slot, total, count in self._sums(observed):
-            fresh.setdefault(p, {})[slot] = total / count
+            fresh.setdefault(p, {})[slot] = total / (count or 1.0)
         for p, entry in fresh.items():
             self.metric.merge(self.optimizer.state[p], entry, keep, take, self._space(self.params))
         self.parts = self.unseen = None
@@ -261,8 +261,9 @@ class MetricPreconditioner(NetworkPreconditioner):
             exchange.expect(self.params[0])
         observed, self.observed = self.observed, []
         read: Statistics = {}
+        order = {p: i for i, p in enumerate(self.params)}
         for p, slot, total, count in self._sums(observed):
-            exchange.add(Sum(total, count), partial(self._receive, read.setdefault(p, {}), slot))
+            exchange.add(Sum(total, count), partial(self._receive, read.setdefault(p, {}), slot), (order[p], slot))
         if observed:
             self.observed = [(read, (1.0, 1), [batch for *_, batches in observed for batch in batches])]
 
@@ -273,15 +274,16 @@ class MetricPreconditioner(NetworkPreconditioner):
             parts, count = [], 0.0
             for read, sizes, _ in observed:
                 value = read.get(p, {}).get(slot)
-                used = value is not None and (len(observed) == 1 or bool(value.any()))
+                alone = len(observed) == 1 and self.processes == 1
+                used = value is not None and (alone or bool(value.any()))
                 weight = self.metric.weight(slot, *sizes, used)
                 parts += [] if value is None else [value * weight]
                 count += weight
-            yield p, slot, torch.stack(parts).sum(0), count or 1.0
+            yield p, slot, torch.stack(parts).sum(0), count
 
     @staticmethod
     def _receive(entry: dict[str, Tensor], slot: str, found: Sum) -> None:
-        entry[slot] = found.total / found.count
+        entry[slot] = found.total / (float(found.count) or 1.0)  # none, and zero, if no process uses it
 
     # --- the step ---
 

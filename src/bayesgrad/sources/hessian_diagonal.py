@@ -172,14 +172,15 @@ class HessianDiagonal(Source):
 
     def share(self, exchange: Exchange) -> None:
         """The Hessian of the mean of the losses of all processes."""
-        exchange.expect(self.optimizer.param_groups[0]["params"][0])
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        exchange.expect(params[0])
         self.totals, self.waiting = self.diagonals, []
 
         def receive(p: Tensor, found: Sum) -> None:
             self.totals[p] = part_of(found.total, p) / found.count
 
-        for p, diagonal in self.totals.items():
-            exchange.add(Sum(diagonal), partial(receive, p))
+        for i, p in ((i, p) for i, p in enumerate(params) if p in self.totals):
+            exchange.add(Sum(self.totals[p]), partial(receive, p), i)
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         params, diagonals = [p for some in active for p in some], self.diagonals

@@ -208,13 +208,14 @@ class PerExampleSquares(Source):
         if self.fisher != "empirical":
             found, total = self._observed_sums()
             self.observed = [(found, total)] if total else []
-            for p in (p for p in params if p in found):
-                exchange.add(Sum(found[p], total), partial(self._receive_observed, p))
+            for i, p in ((i, p) for i, p in enumerate(params) if p in found):
+                exchange.add(Sum(found[p], total), partial(self._receive_observed, p), i)
             return
         self._square_pending([p for p in params if p.grad is not None])
         like = {"dtype": compute_dtype(params[0].dtype), "device": params[0].device}
-        for p in (p for p in params if p in self.sums):
-            exchange.add(Sum(self.sums[p].to(compute_dtype(p.dtype)), self._count_of(p)), partial(self._receive, p))
+        for i, p in ((i, p) for i, p in enumerate(params) if p in self.sums):
+            own = Sum(self.sums[p].to(compute_dtype(p.dtype)), self._count_of(p))
+            exchange.add(own, partial(self._receive, p), i)
         flags = torch.tensor([float(id(p) in self.mixed) for p in params], **like)
 
         def receive(found: Sum) -> None:

@@ -69,13 +69,14 @@ class SampledLabels(Source):
             self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient
 
     def share(self, exchange: Exchange) -> None:
-        exchange.expect(self.optimizer.param_groups[0]["params"][0])
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        exchange.expect(params[0])
 
         def receive(p: Tensor, found: Sum) -> None:
             self.gradients[p], self.losses = part_of(found.total, p), found.count
 
-        for p, gradient in self.gradients.items():
-            exchange.add(Sum(gradient, self.losses), partial(receive, p))
+        for i, p in ((i, p) for i, p in enumerate(params) if p in self.gradients):
+            exchange.add(Sum(self.gradients[p], self.losses), partial(receive, p), i)
 
     def begin_draws(self) -> None:
         self.stored = []

@@ -365,9 +365,10 @@ class WeightSampling(Draws):
         """
         if self.evidence == "squares":
             return
-        own = (p for part in self.drawn for p in part.params if p in self.sums)
-        for p, total in ((p, self.sums[p]) for p in own if not shards.is_shard(p)):  # shards of gradients are averages
-            exchange.add(Sum(total), partial(self._receive, p))
+        drawn = enumerate(p for part in self.drawn for p in part.params)
+        own = ((i, p) for i, p in drawn if p in self.sums and not shards.is_shard(p))  # those of shards are averages
+        for i, p in own:
+            exchange.add(Sum(self.sums[p]), partial(self._receive, p), i)
 
     def _receive(self, p: Tensor, found: Sum) -> None:
         self.sums[p] = found.total / found.count
