@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -269,3 +272,49 @@ def test_layers_that_reentrant_checkpointing_hides_are_refused(name: str) -> Non
     outputs = model[1:](checkpoint(model[0], x.requires_grad_(), use_reentrant=True))
     with pytest.raises(RuntimeError, match=r"reentrant activation checkpointing hides .*use_reentrant=False"):
         optimizer.observe(outputs, loss=F.cross_entropy(outputs, y))
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.a(hidden), self.b(hidden)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "KroneckerFilterFP", "NaturalGradient", "OGN", "AdaBayes"])
+def test_a_compiled_model_of_which_one_output_is_observed_is_as_an_eager_one(name: str) -> None:
+    """A compiled graph gives zeros to layers that an output does not depend on. They are not those of a likelihood."""
+    options: dict[str, Any] = {
+        "KFAC": {"seed": 0},
+        "KroneckerFilterFP": {"batch_size": 8, "seed": 0},
+        "NaturalGradient": {"seed": 0},
+        "OGN": {"num_data": 100, "fisher": "exact"},
+        "AdaBayes": {"batch_size": 8, "fisher": "sampled", "seed": 0},
+    }[name]
+    results = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = TwoOutputs().double()
+        optimizer = getattr(optim, name)(model.parameters() if name == "AdaBayes" else model, **options)
+        net = model if backend is None else torch.compile(model, backend=backend)
+        words = []
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                x, y = torch.randn(8, 5).double(), torch.randint(0, 3, (8,))
+                optimizer.zero_grad()
+                outputs, others = net(x)
+                optimizer.observe(outputs)
+                (F.cross_entropy(outputs, y) + others.square().mean()).backward()
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    words.append(str(error))
+        words += [str(one.message) for one in warned if "b.weight" in str(one.message)]
+        assert len(words) == (2 if name == "AdaBayes" else 1)
+        results.append((words, [p.detach() for p in model.parameters()]))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-10, atol=1e-12)

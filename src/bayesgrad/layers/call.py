@@ -164,7 +164,8 @@ class Site:
             if recorder.marks is not None and torch.is_grad_enabled():
                 recorder.marks.differentiable(module)
             if recorder.capture is not None:
-                if x.numel():
+                # A compiled model gives zeros to layers that the observed ones of its outputs do not depend on.
+                if x.numel() and (forward_id < COMPILED or bool(error.any())):
                     with torch.no_grad():
                         recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
                 return None, None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 CHECKPOINT = "CheckpointFunctionBackward"  # of reentrant activation checkpointing
+COMPILED_GRAPH = "CompiledFunctionBackward"  # of torch.compile
 
 
 def below(nodes: Iterable[Any]) -> Iterator[Any]:
@@ -66,7 +67,10 @@ def graph_nodes(outputs: Tensor) -> Iterator[Any]:
                 nodes.append(following)
 
 
-def check_visible(outputs: Tensor) -> None:
-    """Raises if a part of the graph is hidden: torch.autograd.grad would take what it contains as unused."""
-    for _ in graph_nodes(outputs):
-        pass
+def check_visible(outputs: Tensor) -> bool:
+    """Raises if a part of the graph is hidden: torch.autograd.grad would take what it contains as unused.
+
+    Returns:
+        Whether a part is compiled: torch.autograd.grad gives zeros for what it contains and outputs do not depend on.
+    """
+    return COMPILED_GRAPH in {node.name() for node in graph_nodes(outputs)}

@@ -16,7 +16,7 @@ from bayesgrad.layers.graph import check_graph, check_visible, explained
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.parts import Evidence, Groups, Needs, Source
-from bayesgrad.shards import any_process, gathered, part_of, unreduced
+from bayesgrad.shards import any_process, gathered, gradient_of, has_nonzero_gradient, part_of, unreduced
 
 
 class SampledLabels(Source):
@@ -33,12 +33,14 @@ class SampledLabels(Source):
     whole = "gradients for sampled labels"
 
     def __init__(self) -> None:
-        self.stored: list[tuple[dict[Tensor, Tensor], float | Tensor]] = []  # of each draw of a closure
+        # Of each draw of a closure.
+        self.stored: list[tuple[dict[Tensor, Tensor], float | Tensor, set[Tensor]]] = []
         self.reset()
 
     def reset(self) -> None:
         self.gradients: dict[Tensor, Tensor] = {}
         self.losses: float | Tensor = 0.0  # the number of losses in their sum
+        self.zero: set[Tensor] = set()  # of compiled models: parameters without a gradient, or that are not used
 
     def zeroed(self, stale: bool) -> None:
         if stale:
@@ -47,7 +49,7 @@ class SampledLabels(Source):
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         check_outputs(outputs)
         check_graph(outputs)
-        check_visible(outputs)
+        compiled = check_visible(outputs)
         optimizer = self.optimizer
         params = gathered(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
         used = list(params.values())
@@ -60,7 +62,10 @@ class SampledLabels(Source):
         likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
         each = loss_weights(likelihood, outputs, labels, weights)
         losses = likelihood.losses(outputs) * (1 if each is None else float(each.mean()))
-        self._add({p: gradient for p, gradient in zip(params, gradients) if gradient is not None}, losses)
+        found = {p: gradient for p, gradient in zip(params, gradients) if gradient is not None}
+        unused = {p for p, gradient in found.items() if compiled and not bool(gradient.any())}
+        self.zero |= unused
+        self._add({p: gradient for p, gradient in found.items() if p not in unused}, losses)
 
     def _add(self, gradients: dict[Tensor, Tensor], losses: float | Tensor) -> None:
         """Adds the gradients of the sum of this number of losses."""
@@ -82,18 +87,20 @@ class SampledLabels(Source):
         self.stored = []
 
     def store_draw(self, samples: int) -> None:
-        self.stored.append((self.gradients, self.losses))
+        self.stored.append((self.gradients, self.losses, self.zero))
         self.reset()
 
     def merge_draws(self, samples: int) -> None:
         """As for several observations before a step, which act like one of a larger batch."""
         stored, self.stored = self.stored, []
-        for gradients, losses in stored:
+        for gradients, losses, zero in stored:
             self._add(gradients, losses)
+            self.zero |= zero
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         owners = {p: group for group, params in zip(groups, active) for p in params}
-        missing = next((p for p in owners if p not in self.gradients), None)
+        zero = {p for p in owners if p in self.zero and p not in self.gradients and not has_nonzero_gradient(p)}
+        missing = next((p for p in owners if p not in self.gradients and p not in zero), None)
         if missing is not None:
             raise RuntimeError(
                 f"observe() found no gradient of {self.optimizer.name_of(missing)}: with fisher='sampled', call "
@@ -101,7 +108,8 @@ class SampledLabels(Source):
             )
         # B^2 times this estimates the information of a batch of B losses.
         count = {p: self.losses * (group.get("batch_size") or self.losses) for p, group in owners.items()}
-        own = {p: part_of(self.gradients[p], p).to(compute_dtype(p.dtype)) for p in owners}
+        found = self.gradients | {p: gradient_of(p) for p in zero}
+        own = {p: part_of(found[p], p).to(compute_dtype(p.dtype)) for p in owners}
         return {"squares": {p: gradient.square() / count[p] for p, gradient in own.items()}}
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
