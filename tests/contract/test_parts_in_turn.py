@@ -397,3 +397,26 @@ def test_a_metric_of_parts_is_that_of_the_batch_if_labels_are_missing() -> None:
         found.append([state[f"{side}_moment"] for side in ("input", "error")])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("rule", [optim.FOOF, optim.KFAC])
+def test_a_part_of_a_layer_that_is_frozen_and_thawed_trains_compiled_as_eager(rule: Any, part: str) -> None:
+    """The forward pass of a compiled model tells nobody that it begins; its backward pass finds the layers."""
+    results = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        optimizer = rule(model, stats_every=1, update_every=1, **({"seed": 0} if rule is optim.KFAC else {}))
+        net = model if backend is None else torch.compile(model, backend=backend)
+        for index in range(6):
+            model[0].get_parameter(part).requires_grad_(index not in (2, 3))
+            x, y = torch.randn(8, 5).double(), torch.randint(0, 3, (8,))
+            optimizer.zero_grad()
+            loss = cross_entropy(outputs := net(x), y)
+            optimizer.observe(outputs)
+            loss.backward()
+            optimizer.step()
+        results.append(list(model.parameters()))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)

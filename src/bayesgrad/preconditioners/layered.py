@@ -136,6 +136,7 @@ class LayerPreconditioner(Preconditioner):
         forward, share = self.observed_pass(outputs, labels, weights)
 
         def receive(call: LayerCall) -> None:
+            self.recorded.begin_compiled(call)
             if (layer := self.recorded.layer_of(call.module)) is not None:
                 self._add(self.from_observations, layer, call, forward, share)
 

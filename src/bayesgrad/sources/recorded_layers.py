@@ -59,6 +59,7 @@ class RecordedLayers:
         own: RecordedLayers = weakref.proxy(self)
         self.sharded = any(is_shard(p) for group in optimizer.param_groups for p in group["params"])
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
+        self.compiled_id = 0  # the latest backward pass of a compiled model
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
         self.called: set[int] = set()  # ids of the first parameters of layers with a call since the last step
@@ -92,7 +93,14 @@ class RecordedLayers:
         self.recorder.close()
         self.marks.close()
 
+    def begin_compiled(self, call: LayerCall) -> None:
+        """Finds the layers again in the first call of a pass, if the model is compiled: its forward pass does not."""
+        if self.by_layer and call.forward_id >= COMPILED and call.backward_id != self.compiled_id:
+            self.compiled_id = call.backward_id
+            self.update_trainable()
+
     def _received(self, call: LayerCall) -> Pair | None:
+        self.begin_compiled(call)
         own = [p for p in call.module._parameters.values() if p is not None and p.requires_grad]
         own = list(map(owner, own)) if self.sharded else own
         if not own:  # frozen since the forward pass: autograd adds nothing to their gradients
