@@ -229,6 +229,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
             sigma = inf, D is then Adam's step in that basis, as in SOAP (Vyas et al., 2024), with v at least 1e-8 of
             its largest entry. When the basis turns from U to V, v becomes (V'U)^2 times it, with elementwise squares,
             for each side. It costs four products with eigenvectors per step, and one more tensor of state.
+            Directions without data have no unique basis, so that steps in them depend on rounding.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.

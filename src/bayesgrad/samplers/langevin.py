@@ -61,7 +61,8 @@ class Langevin(Sampler):
             object of `bayesgrad.likelihoods`.
         fisher: `"exact"`, or `"sampled"` with one sampled label for each example.
         ema: decay of the moving average of the metric; 0 uses the latest batch alone. For `"kronecker"` A and E are
-            averaged separately, so that G is the product of their averages.
+            averaged separately, so that G is the product of their averages. A batch has its weight by the number of
+            updates so far, of any weights: heads that are used in turn keep more of their first batches.
         update_every: steps between updates of metric and correction; `observe` does nothing in between.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions for classes with positions, (N, T, C).
