@@ -456,7 +456,7 @@ def test_a_bias_that_layers_share_is_trained_beside_gradients_of_the_backward_pa
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, CLASSES))
     model[2].bias = model[0].bias
-    with pytest.warns(UserWarning, match=r"FOOF does not support 0\.bias"):
+    with pytest.warns(UserWarning, match=r"FOOF trains 0\.bias by Adam"):
         optimizer = FOOF(model, lr=0.1, precondition="backward")
     for _ in range(3):
         x, y = torch.randn(BATCH, 4), torch.randint(CLASSES, (BATCH,))

@@ -464,8 +464,11 @@ def test_can_load_from_to_named_state_dict(case: Case, named: bool, named_copy: 
     model = linear()
     optimizer = build(case, model, named)
     run(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    if case.options.get("precondition") == "backward":  # of two, the gradient would be preconditioned by the first
+        del optimizer
     other = build(case, model, named_copy)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(saved)
     run(model, other, 1)
     names = other.state_dict()["param_groups"][0].get("param_names")
     assert names == (NAMES if named or named_copy or case.layers else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.running_statistics import spread
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.parts import Groups, Noise, Source, entries
+from bayesgrad.parts import Groups, Source, entries
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.filtered import check_scale, names_in
 from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
@@ -119,15 +118,6 @@ class BinaryOptimizer(BeliefOptimizer):
             p.copy_(signs(self.state[p][self.rule.latent]))
         self._note_weights(new)
         self.weights_changed()
-
-    @contextmanager
-    def sampled(self, noise: Noise | None = None) -> Iterator[None]:
-        """As in `BeliefOptimizer`; refuses weights that were changed, of which a draw knows nothing."""
-        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad and self.needs.draws]
-        self._check_weights(every)
-        with super().sampled(noise):
-            yield
-        self._note_weights(every)
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
         """As in `BeliefOptimizer`; a step replaces weights by signs, so it refuses those that were changed."""

@@ -21,7 +21,8 @@ def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
 
 def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
     """(matrix + damping I)^-1, for (..., n, n); raises as `cholesky` does."""
-    return torch.cholesky_inverse(_factor(matrix, damping, name)).to(matrix.dtype)
+    found = torch.cholesky_inverse(_factor(matrix, damping, name))
+    return found.mT.contiguous().to(matrix.dtype)  # columns one after the other: products would be rounded otherwise
 
 
 def _factor(matrix: Tensor, damping: float, name: str) -> Tensor:
