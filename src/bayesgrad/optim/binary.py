@@ -116,20 +116,20 @@ class BinaryOptimizer(BeliefOptimizer):
         super().initialise(group, params, preconditioner)
         for p in new:
             p.copy_(signs(self.state[p][self.rule.latent]))
-        self._note_weights(new)
+        self.note_weights(new)
         self.weights_changed()
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
         """As in `BeliefOptimizer`; a step replaces weights by signs, so it refuses those that were changed."""
         every = [p for params in active for p in params]
-        self._check_weights(every)
+        self.check_weights(every)
         super()._update(groups, active)
-        self._note_weights(every)
+        self.note_weights(every)
 
-    def _note_weights(self, params: Iterable[Tensor]) -> None:
+    def note_weights(self, params: Iterable[Tensor]) -> None:
         self._versions |= {p: shards.version(p) for p in params}
 
-    def _check_weights(self, params: Iterable[Tensor]) -> None:
+    def check_weights(self, params: Iterable[Tensor]) -> None:
         """Raises if weights were changed since they were set to the signs of latent values, as by loading others."""
         own = type(self).__name__
         for p in (p for p in params if self._versions.get(p) != shards.version(p)):
@@ -157,6 +157,21 @@ class BinaryOptimizer(BeliefOptimizer):
                 if self.rule.latent in entry:
                     p.copy_(signs(entry[self.rule.latent]))
         self.weights_changed()
+
+
+class BinarySampling(WeightSampling):
+    """As `WeightSampling`; refuses weights that were changed, of which a draw knows nothing."""
+
+    optimizer: BinaryOptimizer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def begin(self, training: bool) -> None:
+        self.optimizer.check_weights(p for group in self.optimizer.param_groups for p in group["params"])
+        super().begin(training)
+
+    def restore(self, finished: bool) -> None:
+        drawn = list(self.perturbed())
+        super().restore(finished)
+        self.optimizer.note_weights(drawn)
 
 
 class STE(BinaryOptimizer):
@@ -312,7 +327,7 @@ class BayesBiNN(BinaryOptimizer):
             group["informed"] = True
 
     def build_sources(self) -> Iterator[Source]:
-        yield WeightSampling("slope", self._sampling_scalars, Relaxed)
+        yield BinarySampling("slope", self._sampling_scalars, Relaxed)
 
     def check_options(self, group: Mapping[str, Any]) -> None:
         if group["lr"] > 1:
