@@ -16,11 +16,12 @@ from torch import nn
 
 from bayesgrad_lab import race, race_page
 from bayesgrad_lab.cli import main
-from bayesgrad_lab.context import Context
+from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.methods import peer
 from bayesgrad_lab.race import LOSS, SCALES, Clock, Finish, Protocol, Race, at, races, slowness, time_to, within
 from bayesgrad_lab.race_entrants import ENTRANTS, Muon, orthogonalised
 from bayesgrad_lab.race_flops import counted
+from bayesgrad_lab.race_record import keep, recorded
 from bayesgrad_lab.race_workloads import WORKLOADS, Recurrent
 from bayesgrad_lab.report import load
 
@@ -211,7 +212,7 @@ def test_operations_by_hand() -> None:
 def test_the_plan_is_shorter_than_fifteen_hours() -> None:
     hours = race.plan("laptop", 5, list(WORKLOADS), list(ENTRANTS))
     assert race.OVERHEAD * sum(hours.values()) / 2 < 15  # with two processes
-    assert hours["gpt"] == pytest.approx((11 * (8 + 5 + 5) + 5) * 1.5 * 45 / 3600)
+    assert hours["gpt"] == pytest.approx((10 * (8 + 5 + 5) * 1.5 + (8 + 5 + 5) + 5 * 1.5) * 30 / 3600)
 
 
 # --- the verdict ---
@@ -343,4 +344,40 @@ def test_a_run_stops_at_its_target_but_the_baseline_does_not(tmp_path: Path) -> 
         missed = replace(one, context=replace(context, folder=tmp_path / "missed"))
         missed.context.folder.joinpath("trials").mkdir(parents=True, exist_ok=True)
         longer = missed.run(one.protocol.usual(one.entrant), 0, -math.inf)
-        assert longer[-1, 0] >= 0.8 * one.protocol.limit * one.budget
+        assert longer[-1, 0] >= 0.8 * (one.budget if one.entrant.kind == "ivon" else one.protocol.limit * one.budget)
+
+
+def test_a_search_ends_runs_that_another_setting_has_beaten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same setting is chosen as by runs up to the limit."""
+    context, limits = at_smoke_scale(tmp_path), []
+    (one,) = races(context, ["cnn"], ["sgd"])
+    times = {point["lr"]: 0.02 + 0.01 * i for i, point in enumerate(one.protocol.points(one.entrant))}
+
+    def run(self: Race, trial: Trial, target: float, limit: float) -> torch.Tensor:
+        limits.append(limit)
+        seconds = times[trial.settings["lr"]]
+        return torch.tensor([[seconds, 1.0, 0.0, 0.0]] if seconds < limit else [[limit, 1.0, 9.0, 9.0]])
+
+    monkeypatch.setattr(Race, "_run", run)
+    found = race.track(one, 0.5, searched=True).work()
+    assert found is not None
+    assert found[0]["lr"] == min(times, key=times.__getitem__)
+    assert limits[:2] == [math.inf, pytest.approx(0.02)]
+    assert limits[2:] == [math.inf] * context.seeds
+
+
+def test_workloads_of_different_times_make_one_page(folder: Path, tmp_path: Path) -> None:
+    """A record has what each workload found, infinite times too; one of another protocol or target is refused."""
+    context, path = Context(folder, "smoke", 2, say=lambda words: None), tmp_path / "all.json"
+    for name in ("picture", "cnn"):
+        report = race_page.run(context, [name], ["adamw", "foof", "ivon"], path)
+    assert report.tables == load(folder).tables  # pyright: ignore[reportPossiblyUnboundVariable]
+    tuned, _ = tracks(dict.fromkeys(WORKLOADS, math.inf), dict.fromkeys(WORKLOADS, 1.0))
+    protocol, slow = SCALES["smoke"], tuned["cnn", "foof"]
+    keep(tmp_path / "slow.json", protocol, {"target": 1.0}, True, slow)
+    found, targets = recorded(tmp_path / "slow.json", protocol)
+    assert (found["With a search"]["cnn", "foof"], targets) == (slow, {"cnn": {"target": 1.0}})
+    with pytest.raises(ValueError, match="with another target"):
+        keep(tmp_path / "slow.json", protocol, {"target": 2.0}, True, slow)
+    with pytest.raises(ValueError, match="of another protocol"):
+        recorded(path, SCALES["laptop"])

@@ -11,6 +11,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     race.add_argument("--scale", choices=("smoke", "laptop"), default="laptop", help="smoke: seconds, drawn data")
     race.add_argument("--workloads", default="", help="names, separated by commas (default: all)")
     race.add_argument("--optimizers", default="", help="names, separated by commas (default: all)")
+    race.add_argument("--record", type=Path, help="a file of results to add to; the page shows all that it has")
     _common(race)
     race.set_defaults(call=_race, seeds=5)
 
@@ -353,7 +355,8 @@ def _race(arguments: argparse.Namespace, command: str) -> None:
     if arguments.phase == "targets":
         _carry_out(arguments, folder, settings, command, lambda context: race_page.targets(context, names))
     else:
-        _carry_out(arguments, folder, settings, command, lambda context: race_page.run(context, names, entrants))
+        work = partial(race_page.run, workloads=names, entrants=entrants, record=arguments.record)
+        _carry_out(arguments, folder, settings, command, work)
 
 
 def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, Any], command: str, work: Any) -> None:

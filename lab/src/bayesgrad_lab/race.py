@@ -1,6 +1,7 @@
 """Time to a validation target, with eight settings for each optimizer and with none: the protocol and its runs.
 
-A run is trained on one thread until the target is reached or 1.5 budgets are spent. Its clock is processor time of the
+A run is trained on one thread until the target is reached or 1.5 budgets are spent; one of a search ends as soon as it
+is slower than another setting of the same optimizer, which changes no choice. Its clock is processor time of the
 steps alone: validation, compilation and reading of data do not count. The learning rate rises in a twentieth of the
 horizon and falls by a cosine to its end, in seconds, so that an optimizer with cheaper steps takes more of them.
 """
@@ -148,17 +149,25 @@ class Race:
     def trial(self, setting: Point, seed: int) -> Trial:
         return Trial("race", self.workload.name, self.entrant.kind, setting, seed)
 
-    def run(self, setting: Point, seed: int, target: float) -> Tensor:
+    @property
+    def limit(self) -> float:
+        """Seconds after which a run ends: the budget alone, where the loss at its end counts."""
+        return self.budget * (self.protocol.limit if self.entrant.to_target else 1.0)
+
+    def run(self, setting: Point, seed: int, target: float, limit: float = math.inf) -> Tensor:
         """The curve of one run, from the folder where it is there: seconds, steps, score and loss of each validation.
 
-        One that does not stop at the target goes on to the limit, so that it is the same for every target.
+        One that does not stop at the target goes on to its own limit, so that it is the same for every target.
+
+        Args:
+            limit: seconds after which a run of no use ends earlier.
         """
         if not self.entrant.to_target or self.entrant.kind == BASELINE:
-            target = -math.inf
+            target, limit = -math.inf, math.inf
         trial = self.trial(setting, seed)
-        return self.context.once(trial, lambda: {"curve": self._run(trial, target)})["curve"]
+        return self.context.once(trial, lambda: {"curve": self._run(trial, target, limit)})["curve"]
 
-    def _run(self, trial: Trial, target: float) -> Tensor:
+    def _run(self, trial: Trial, target: float, limit: float = math.inf) -> Tensor:
         setting, seed = trial.settings, trial.seed or 0
         for _ in self._steps(*self.build(setting, seed), [], seed, UNTIMED):
             pass
@@ -177,7 +186,7 @@ class Race:
                 look = self.budget / protocol.looks * (1 + clock.seconds * protocol.looks // self.budget)
                 if scores[0] <= target or not all(map(math.isfinite, scores)):
                     break
-            if clock.seconds >= protocol.limit * self.budget:
+            if clock.seconds >= min(limit, self.limit):
                 break
         curve = torch.tensor(rows, dtype=torch.float64).view(-1, 4)
         best = curve[:, VALUE].min().item() if len(curve) else math.inf
@@ -317,9 +326,11 @@ class Track:
     def _measure(self, suffix: str, points: Sequence[Point]) -> list[float] | None:
         race = self.race
 
-        def value(point: Point, _: Any) -> float:
+        def value(point: Point, trial: Any) -> float:
             setting = {name: value for name, value in point.items() if name != "seed"}
-            return self.score(race.run(setting, int(point["seed"]), self.target))
+            # A setting of a search that is already slower than another one will not be chosen.
+            done = [one.value for one in trial.study.trials if one.value is not None] if not suffix else []
+            return self.score(race.run(setting, int(point["seed"]), self.target, min(done, default=math.inf)))
 
         study = Study(race.context, f"{race.workload.name}-{race.entrant.kind}-{self.purpose}{suffix}")
         return study.work(points, value)
@@ -427,8 +438,10 @@ def finish(track: Track, setting: Point, curves: Sequence[Tensor]) -> Finish:
 def plan(scale: str, seeds: int, names: Sequence[str], entrants: Sequence[str]) -> dict[str, float]:
     """Processor hours at most of each workload, targets included, if no run reaches its target."""
     protocol = SCALES[scale]
-    runs = len(entrants) * (protocol.settings + 2 * seeds) + (0 if BASELINE in entrants else protocol.settings) + seeds
-    return {name: runs * protocol.limit * protocol.seconds(WORKLOADS[name]) / 3600 for name in names}
+    budgets = sum(protocol.limit if ENTRANTS[kind].to_target else 1.0 for kind in entrants)
+    budgets *= protocol.settings + 2 * seeds
+    budgets += protocol.limit * ((0 if BASELINE in entrants else protocol.settings) + seeds)
+    return {name: budgets * protocol.seconds(WORKLOADS[name]) / 3600 for name in names}
 
 
 Finishes = Mapping[tuple[str, str], Finish]  # by workload and optimizer

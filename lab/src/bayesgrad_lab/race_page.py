@@ -6,15 +6,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 
 from bayesgrad_lab import figures, race
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.race import Finish, Finishes, Protocol
 from bayesgrad_lab.race_entrants import BASELINE, ENTRANTS
+from bayesgrad_lab.race_record import keep, recorded
 from bayesgrad_lab.race_workloads import UNITS, WORKLOADS
 from bayesgrad_lab.report import NO_VERDICT, Report
 from bayesgrad_lab.results import outcome
 
+RECORD = "record.json"
 FAST, LEVEL, USUAL = (0.7, 3), (1.1, 1), 5  # the hypotheses: ratios of times, on how many workloads
 CLAIM = (
     "With the same search, an optimizer of bayesgrad reaches the target in at most {fast} x the time of the best other "
@@ -197,16 +200,18 @@ def targets(context: Context, workloads: Sequence[str]) -> Report:
     return report
 
 
-def run(context: Context, workloads: Sequence[str], entrants: Sequence[str]) -> Report:
-    """Both tracks. Targets that are missing are refused before anything runs."""
+def run(context: Context, workloads: Sequence[str], entrants: Sequence[str], record: Path | None = None) -> Report:
+    """Both tracks of these, and a page of all that the record has. Missing targets are refused before anything runs."""
     report, path = _report(context), context.folder / race.TARGETS
-    tracks: dict[str, dict[tuple[str, str], Finish]] = {"With a search": {}, "Without a search": {}}
+    record, protocol = record or context.folder / RECORD, race.SCALES[context.scale]
+    recorded(record, protocol)  # refuses the record of another protocol
     every = list(race.races(context, workloads, entrants))
     work = [race.track(one, race.target_of(one, path), searched) for searched in (True, False) for one in every]
     for one, setting, curves in race.together(work):
-        found = race.finish(one, setting, curves)
-        tracks["With a search" if one.searched else "Without a search"][found.workload.name, found.entrant.kind] = found
-    add_targets(report, context, race.read_json(path))
+        name = one.race.workload.name
+        keep(record, protocol, race.read_json(path)[name], one.searched, race.finish(one, setting, curves))
+    tracks, targets = recorded(record, protocol)
+    add_targets(report, context, targets)
     for title, track in tracks.items():
         add_times(report, title, track)
     add_losses(report, tracks)

@@ -1,4 +1,4 @@
-"""What a race is run on: six workloads of about a minute on one thread, each with a validation score to reach.
+"""What a race is run on: six workloads of half a minute on one thread, each with a validation score to reach.
 
 Data files are read from the folder that the user names. At the scale of tests, data are drawn and networks are tiny.
 """
@@ -138,7 +138,7 @@ class Workload:
     batch: int
     metric: str
     validated: int
-    budget: float = 45.0
+    budget: float = 30.0
     held_out: bool = False
     change: Callable[[Dataset], Dataset] = field(default=lambda data: data)
 
