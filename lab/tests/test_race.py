@@ -32,7 +32,7 @@ PEERS, OURS = ([one.kind for one in ENTRANTS.values() if one.ours == ours] for o
 
 def test_who_takes_part_and_what_is_held_out() -> None:
     assert PEERS == ["sgd", "adamw", "schedulefree", "muon", "soap", "shampoo"]
-    assert OURS == ["foof", "kfac", "kroneckerfp", "adabayesfp", "ivon"]
+    assert OURS == ["spectralfoof", "foof", "kfac", "kroneckerfilterfp", "adabayesfp", "ivon"]
     assert [one.name for one in WORKLOADS.values() if one.held_out] == ["lstm", "picture"]
     assert len(WORKLOADS) == 6
 
@@ -212,7 +212,7 @@ def test_operations_by_hand() -> None:
 def test_the_plan_is_shorter_than_fifteen_hours() -> None:
     hours = race.plan("laptop", 5, list(WORKLOADS), list(ENTRANTS))
     assert race.OVERHEAD * sum(hours.values()) / 2 < 15  # with two processes
-    assert hours["gpt"] == pytest.approx((10 * (8 + 5 + 5) * 1.5 + (8 + 5 + 5) + 5 * 1.5) * 30 / 3600)
+    assert hours["gpt"] == pytest.approx((11 * (8 + 5 + 5) * 1.5 + (8 + 5 + 5) + 5 * 1.5) * 60 / 3600)
 
 
 # --- the verdict ---

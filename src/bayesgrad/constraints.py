@@ -50,6 +50,7 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "ema": FRACTION,
     "update_every": POSITIVE_INTEGER,
     "stats_every": POSITIVE_INTEGER,
+    "stats_rows": POSITIVE,
     "max_factor": COUNT,
     "losses_per_example": OPTIONAL_COUNT,
     "precondition": one_of("step", "backward"),

@@ -145,3 +145,42 @@ def test_a_moving_average_is_formed_in_place() -> None:
             factor = old.clone()
             moment.into(factor, 0.25, 0.5, scale)
             torch.testing.assert_close(symmetric(factor), (0.25 + 0.5 * (1 if scale is None else 3)) * old)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "every"),
+    [("linear", 100, 7), ("sequence", 50, 11), ("conv", 48, 3), ("groups", 64, 4), ("lookup", 70, 11)],
+)
+def test_with_stats_rows_moments_are_means_over_every_kth_row_or_example(name: str, count: int, every: int) -> None:
+    torch.manual_seed(0)
+    make, data = LAYERS[name]
+    layer = layer_of(module := make())
+    (call,) = calls(module, x := data(count), 1)
+    found = LayerStatistics.of(layer, [call], stats_rows=20.0).moments()
+    a, e = rows_of(layer, call)
+    if layers.leading_rows(module, call.error) < e.shape[1]:  # examples of a convolution
+        a, e = (rows.unflatten(1, (count, -1))[:, ::every].flatten(1, 2) for rows in (a, e))
+    else:
+        a, e = a if layer.lookup else a[:, ::every], e[:, ::every]  # indices are all counted
+    losses = len(x) * (1 if layer.lookup else a.shape[1] / rows_of(layer, call)[0].shape[1])
+    for side, rows, number in (("input", a, losses), ("error", e, e.shape[1])):
+        mean = found[side].sum().double() / found[side].count
+        mean = torch.diag_embed(mean) if mean.dim() == 2 else mean
+        if layer.lookup and side == "error":
+            number *= 1 - float((x == 1).double().mean())  # of padding
+        torch.testing.assert_close(mean, torch.einsum("gri,grj->gij", rows, rows) / number)
+
+
+def test_with_stats_rows_repeated_examples_have_the_moments_of_all_rows() -> None:
+    torch.manual_seed(0)
+    for name, (make, data) in LAYERS.items():
+        layer = layer_of(module := make())
+        (call,) = calls(module, data(1), 1)
+        repeated = LayerCall(module, *(t.expand(4000, *t.shape[1:]) for t in (call.input, call.error)), 0, 0)
+        some, every = (LayerStatistics.of(layer, [repeated], **o).moments() for o in ({"stats_rows": 64.0}, {}))
+        for side in ("input", "error"):
+            means = [m[side].sum().double() / m[side].count for m in (some, every)]
+            if name != "lookup":  # 65 of 12,000 rows, whose positions differ
+                torch.testing.assert_close(*means)
+        if name not in ("lookup", "wide"):
+            assert all(some[side].count < every[side].count for side in some), name

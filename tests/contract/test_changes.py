@@ -50,7 +50,7 @@ def refusals(words: str) -> Iterator[list[str]]:
     assert all(re.search(words, message) for message in found)
 
 
-NO_POSTERIOR = ("STE", "AdaBound", "AMSBound", "FOOF", "KFAC", "NaturalGradient", "Langevin", "SNGD")
+NO_POSTERIOR = ("STE", "AdaBound", "AMSBound", "FOOF", "SpectralFOOF", "KFAC", "NaturalGradient", "Langevin", "SNGD")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.name.startswith(NO_POSTERIOR)], ids=lambda case: case.name)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from bayesgrad_lab import demo_stories, race
 from bayesgrad_lab.context import Context, Trial
-from bayesgrad_lab.demo_runs import SIZES, measured
+from bayesgrad_lab.demo_runs import RACERS, SIZES, measured
 from bayesgrad_lab.demo_stories import TITLES
-from bayesgrad_lab.race_entrants import ENTRANTS
 from bayesgrad_lab.report import NO_VERDICT, Report
 from bayesgrad_lab.results import Results
 from bayesgrad_lab.studies import SEARCH_SEED, best, edges, grid
@@ -36,7 +35,7 @@ def run(context: Context) -> Report:
     """Searches and all that needs none first, then finals with the chosen settings; a report of four stories."""
     smoke, seeds = context.scale == "smoke", range(context.seeds)
     settings = {("classifier", one): _named(one)[: 2 if smoke else None] for one in GRIDS}
-    points = {one: SIZES[context.scale].race.points(ENTRANTS[one]) for one in ("adamw", "kfac")}
+    points = {one: SIZES[context.scale].race.points(entrant) for one, entrant in RACERS.items()}
     settings |= {("race", one): some for one, some in points.items()}
     trials = [Trial("search", *key, one, SEARCH_SEED) for key, some in settings.items() for one in some]
     single = {key: [Trial("final", *key, {}, seed) for seed in seeds] for key in ONCE}

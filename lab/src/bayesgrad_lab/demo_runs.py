@@ -24,13 +24,14 @@ from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.nuts import nuts
 from bayesgrad_lab.race import Protocol, Race
-from bayesgrad_lab.race_entrants import ENTRANTS
+from bayesgrad_lab.race_entrants import ENTRANTS, at_defaults
 from bayesgrad_lab.race_workloads import WORKLOADS
 from bayesgrad_lab.task import shuffled
 
 BATCH = 50
 GAP = (-1.0, 1.0)  # of the inputs of a regression, where there are no data
 FEATURES = "mean texture", "mean concave points"  # of scikit-learn's breast cancer data
+RACERS = {"adamw": ENTRANTS["adamw"], "kfac": at_defaults("kfac", draws_labels=True)}
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def race_curve(context: Context, optimizer: str, data: Dataset, name: str, setti
     workload = replace(WORKLOADS["picture"], name=name, sizes=((64, 128), (8, 16)), batch=512)
     task = workload.task_of(data, context.scale == "smoke")  # colours of pixels by position
     protocol = SIZES[context.scale].race  # the seconds of a run, in which its schedule is laid out
-    race = Race(context, protocol, workload, ENTRANTS[optimizer], task)
+    race = Race(context, protocol, workload, RACERS[optimizer], task)
     return race.run(setting, seed, target=-math.inf)  # seconds, steps and loss, 20 times in a run
 
 

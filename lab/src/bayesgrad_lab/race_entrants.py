@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import optim
+from bayesgrad.precision.linalg import orthogonalised
 from bayesgrad_lab.methods import DECOUPLED, GRADIENT, METHODS, POSITIONS, Build, Method, Setup, built, peer
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic iteration
-
-
-def orthogonalised(matrix: Tensor, rounds: int = 5) -> Tensor:
-    """Newton-Schulz iterations towards the nearest orthogonal matrix, in the precision of the matrix."""
-    a, b, c = COEFFICIENTS
-    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(rounds):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+SAMPLED_ROWS = 1024  # of a batch, for statistics of layers
 
 
 class Muon(torch.optim.Optimizer):
@@ -98,15 +88,20 @@ class Entrant(Method):
     draws_labels: bool = False
 
 
-# Adam's step in the eigenbasis of each layer. The rate is the usual one of SOAP, which takes such steps too.
-_EIGENBASIS = built(
-    optim.KroneckerFilterFP, eigenvalues="gradients", fisher="empirical", **GRADIENT, **POSITIONS, **DECOUPLED
-)
-
-
-def _ours(name: str, **options: Any) -> Entrant:
+def at_defaults(name: str, **options: Any) -> Entrant:
+    """An optimizer of bayesgrad at its default settings."""
     one = METHODS[name]
     return Entrant(one.kind, one.title, one.lrs, one.make, ours=True, **options)
+
+
+def _of_layers(make: Any, lr: float, *, draws_labels: bool = False, **options: Any) -> Entrant:
+    """An optimizer of layers, whose statistics are formed of some rows of a batch."""
+    build = built(make, stats_rows=SAMPLED_ROWS, **options, **POSITIONS, **DECOUPLED)
+    return Entrant(make.__name__.lower(), make.__name__, (lr,), build, ours=True, draws_labels=draws_labels)
+
+
+# Adam's step in the eigenbasis of each layer.
+_EIGENBASIS = {"eigenvalues": "gradients", "fisher": "empirical", **GRADIENT}
 
 
 BASELINE = "adamw"
@@ -119,10 +114,11 @@ ENTRANTS: Mapping[str, Entrant] = {
         Entrant("muon", "Muon", (2e-2,), _muon),
         Entrant("soap", "SOAP", (3e-3,), _of("SOAP")),
         Entrant("shampoo", "Shampoo", (1e-3,), built(_shampoo, **DECOUPLED)),
-        _ours("foof"),
-        _ours("kfac", draws_labels=True),
-        Entrant("kroneckerfp", "KroneckerFilterFP", (3e-3,), _EIGENBASIS, ours=True),
-        _ours("adabayesfp"),
-        _ours("ivon", to_target=False),
+        _of_layers(optim.SpectralFOOF, 0.04, max_factor=256),
+        _of_layers(optim.FOOF, 0.05, momentum=0.9),
+        _of_layers(optim.KFAC, 0.05, momentum=0.9, damping=0.3, draws_labels=True),
+        _of_layers(optim.KroneckerFilterFP, 6e-3, **_EIGENBASIS),
+        at_defaults("adabayesfp"),
+        at_defaults("ivon", to_target=False),
     )
 }

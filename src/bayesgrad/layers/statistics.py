@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +22,7 @@ from bayesgrad.layers.pass_losses import PassLosses
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
 SIDES = ("input", "error")
+ROWS_OF_SIZE, EXAMPLES = 4, 16  # with `stats_rows`: rows at least, in sizes of the moment; examples of a convolution
 SPLIT = (
     "the loss of one forward pass was differentiated in several backward passes, with another pass of layer {!r} in "
     "between, so that the errors of an example are not known: call backward() once, on the sum of its terms."
@@ -51,6 +53,9 @@ class LayerStatistics:
     position.
 
     The moments are summed as calls arrive (`add`). Rows of inputs and errors are not stored, unless `keep` asks for it.
+    With `stats_rows`, the moments of a call are formed of every k-th row (k has no divisor in common with the number of
+    rows, so that all positions take part alike), or for convolutions of every k-th example, and R and L are multiplied
+    by the part that was taken.
 
     Args:
         layer: the layer.
@@ -58,6 +63,8 @@ class LayerStatistics:
         sharing: "expand" or "reduce".
         diagonal: the sides of which only the diagonal is formed.
         keep: whether `inputs` and `errors` are used, which need all calls.
+        stats_rows: the rows of a call that are enough, but at least four times the size of the moment, and sixteen
+            examples of a convolution; `inf` for all. All rows are used if they are stored.
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
@@ -73,13 +80,15 @@ class LayerStatistics:
         sharing: str = "expand",
         diagonal: Sequence[str] = (),
         keep: bool = False,
+        stats_rows: float = math.inf,
     ) -> None:
-        self.layer, self.sides, self.diagonal = layer, sides, diagonal
+        self.layer, self.sides, self.diagonal, self.stats_rows = layer, sides, diagonal, stats_rows
         self.reduces = sharing == "reduce" and not layer.lookup
         self.keeps = keep or self.reduces
         self.calls: list[LayerCall] = []
         self.rows = 0  # pairs of an example and a position
         self.observed = 0.0  # those that belong to observed losses
+        self._given, self._taken = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)  # rows, and those in moments
         self._losses: dict[tuple[int, int], float] = {}
         self._others = 0.0  # losses of passes in which the layer was not called
         self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
@@ -186,19 +195,38 @@ class LayerStatistics:
             self._absorb()
 
     def _add_moments(self, call: LayerCall) -> None:
-        examples = layers.examples_in(call.module, call.input)
         call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
         if "error" in self.sides:
-            self._moments["error"].add(_errors(call))
+            self._moments["error"].add(_errors(self._part("error", call)))
         if "input" in self.sides and self.layer.lookup:
             self._moments["input"].add(call.input.flatten())
         elif "input" in self.sides:
+            call = self._part("input", call)
+            examples = layers.examples_in(call.module, call.input)
             # The inputs of a convolution are many times its activations, so they are formed in parts.
             size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
             batched = call.input if examples == len(call.input) else call.input[None]
             parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 else [call.input]
             for part in parts:
                 self._moments["input"].add(self._features(call.module, part))
+
+    def _part(self, side: str, call: LayerCall) -> LayerCall:
+        """Every k-th row of a call, or of a convolution every k-th example."""
+        leading, rows = layers.leading_rows(call.module, call.error), layers.rows_in(call.module, call.error)
+        every = int(rows // max(self.stats_rows, ROWS_OF_SIZE * self.layer.sizes[side]))
+        every = max(1, every if leading == rows else min(every, leading // EXAMPLES))
+        while leading == rows and math.gcd(every, rows) > 1:
+            every += 1  # so that all positions take part alike
+        self._given[side] += leading
+        self._taken[side] += -(-leading // every)
+        if every == 1:
+            return call
+        x, error = call.input, call.error
+        if isinstance(call.module, nn.Embedding):
+            x, error = x.flatten(), error.flatten(0, -2)
+        elif isinstance(call.module, nn.Linear):
+            x, error = x.flatten(0, -2), error.flatten(0, -2)
+        return replace(call, input=x[::every], error=error[::every])
 
     def _features(self, module: nn.Module, x: Tensor) -> Tensor:
         """Inputs without the column of ones, (groups, rows, in)."""
@@ -309,7 +337,8 @@ class LayerStatistics:
             for side, moment in moments.items():
                 moment.add(rows[side])  # pyright: ignore[reportArgumentType]
         for side, moment in moments.items():
-            moment.count = pairs if side == "error" else self.losses
+            part = self._taken[side] / self._given[side] if self._given[side] else 1.0
+            moment.count = part * (pairs if side == "error" else self.losses)
         return moments
 
     def _reduced(self) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from bayesgrad.optim.momentum import KalmanMomentum
 from bayesgrad.optim.natural_gradient import NaturalGradient
 from bayesgrad.optim.newton import VON, Newton
 from bayesgrad.optim.ogn import OGN, VOGN
+from bayesgrad.optim.spectral import SpectralFOOF
 
 __all__ = [
     "FOOF",
@@ -33,5 +34,6 @@ __all__ = [
     "KroneckerFilterFP",
     "NaturalGradient",
     "Newton",
+    "SpectralFOOF",
     "SpikeSlab",
 ]

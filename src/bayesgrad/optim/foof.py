@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,10 @@ class FOOF(LayerOptimizer):
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled). If it is
             more than 1, four times as many for layers with 512 inputs or more and 16 times fewer outputs.
+        stats_rows: about how many rows (pairs of an example and a position) of a batch statistics are formed of: every
+            k-th row, or of a convolution all rows of every k-th example, but at least four rows for each row of a
+            factor, and sixteen examples of a convolution. `inf` for all. Processes and micro-batches take parts of
+            their own, so that results depend on their number.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs with more than two dimensions, (N, T, C) or (N, C, ...), as the last
             layer shows; if it does not, call `observe(outputs, class_dim=1)` for (N, C, T) before `loss.backward()`.
@@ -93,6 +98,7 @@ class FOOF(LayerOptimizer):
         ema: float = 0.95,
         update_every: int = 500,
         stats_every: int = 10,
+        stats_rows: float = math.inf,
         losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,

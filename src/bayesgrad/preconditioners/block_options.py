@@ -15,7 +15,7 @@ Group = Mapping[str, Any]
 # each parameter, unless the factors depend on them.
 LAYER_OPTIONS = (
     *("damping", "damping_mode", "ema", "batch_size", "prior_std", "update_every", "stats_every", "max_step"),
-    *("losses_per_example", "max_factor", "fisher", "whiten", "eigenvalues", "precondition", "sharing"),
+    *("stats_rows", "losses_per_example", "max_factor", "fisher", "whiten", "eigenvalues", "precondition", "sharing"),
 )
 
 

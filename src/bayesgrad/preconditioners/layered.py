@@ -180,7 +180,8 @@ class LayerPreconditioner(Preconditioner):
         """Statistics to which calls are added."""
         diagonal = [side for side, shape in self.shapes(layer, group).items() if len(shape) == 2]
         sharing, keep = group.get("sharing", "expand"), self.keeps_rows(group)
-        return LayerStatistics(layer, self.sides, sharing=sharing, diagonal=diagonal, keep=keep)
+        few = group.get("stats_rows", math.inf)
+        return LayerStatistics(layer, self.sides, sharing=sharing, diagonal=diagonal, keep=keep, stats_rows=few)
 
     def share(self, exchange: Exchange) -> None:
         """What is due of all layers, in the order of the model; a layer that no process has called has nothing."""

@@ -19,7 +19,8 @@ DAMPING_CHANGE = 0.1  # likewise of the damping; smaller changes are left for th
 # step of the first gradient that was squared; steps in which only parameters beside the first of the layer moved.
 MERGES, MERGED, INVERTED, COMPARED, SQUARED, BESIDE = range(6)
 SQUARES = "squares"  # of gradients, averaged, in the basis in which a layer is preconditioned
-LAYER_KEYS = ("spectrum", "damped", "clock", "traces", SQUARES)
+AVERAGE = "gradient_average"  # of a layer
+LAYER_KEYS = ("spectrum", "damped", "clock", "traces", SQUARES, AVERAGE)
 
 
 def has_merged(entry: Mapping[str, Tensor]) -> bool:

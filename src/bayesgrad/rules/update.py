@@ -232,6 +232,7 @@ class NaturalStep(Move):
         natural_momentum: w <- w - step_scale P'^-1 <g> + gamma (P_old/P') (w - w_old), with P' the new precision and
             P_old the last but one. Together with the same option of `Forget`, this is exactly momentum of the natural
             parameters of a Gaussian.
+        averaged: whether the gradients that are given are averages already; no further average is kept.
 
     Reference: Aitchison 2020, Eq. 19b; Khan and Rue 2023, appendix F, Eq. 79-81.
     Differs from the paper: Eq. 81 of Khan and Rue counts the momentum of the precision twice.
@@ -241,9 +242,10 @@ class NaturalStep(Move):
 
     heavy_ball: bool = False
     natural_momentum: bool = False
+    averaged: bool = False
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        averages = (MOMENTUM,) if momentum_of(group) else ()
+        averages = (MOMENTUM,) if momentum_of(group) and not self.averaged else ()
         return (*averages, LAST_STEP) if self.natural_momentum else averages
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:

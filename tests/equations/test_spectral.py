@@ -1,0 +1,133 @@
+"""SpectralFOOF against transcriptions of its equation by singular values, and its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesgrad.optim import SpectralFOOF
+
+D = torch.float64
+PLAIN: dict[str, Any] = {"stats_every": 1, "update_every": 1}
+
+
+def polar(matrix: np.ndarray) -> np.ndarray:
+    """U f(S) V', with f the quintic of Newton and Schulz five times."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.sqrt((values**2).sum())
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    return left @ np.diag(values) @ right
+
+
+def root(moment: np.ndarray, damping: float) -> np.ndarray:
+    values, vectors = np.linalg.eigh(moment / (np.trace(moment) / len(moment)))
+    return vectors @ np.diag((values + damping) ** -0.5) @ vectors.T
+
+
+def joint(layer: nn.Module, gradient: bool = False) -> np.ndarray:
+    """[W b], or its gradient."""
+    weight, bias = ((p.grad if gradient else p.detach()) for p in (layer.weight, layer.bias))
+    return np.concatenate([weight.flatten(1).numpy(), bias[:, None].numpy()], 1)
+
+
+def features(layer: nn.Module, x: torch.Tensor) -> np.ndarray:
+    """Rows of inputs, with a one appended to each."""
+    rows = F.unfold(x, layer.kernel_size, padding=layer.padding).mT if isinstance(layer, nn.Conv2d) else x
+    rows = rows.reshape(-1, rows.shape[-1]).detach().numpy()
+    return np.concatenate([rows, np.ones((len(rows), 1))], 1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_steps_of_a_convolution_and_two_linear_layers_against_numpy(momentum: float) -> None:
+    torch.manual_seed(0)
+    conv, wide, out = nn.Conv2d(2, 3, 3, padding=1), nn.Linear(48, 6), nn.Linear(6, 9)
+    model = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), wide, nn.Tanh(), out).to(D)
+    lr, damping, ema, decay = 0.1, 0.3, 0.8, 0.2
+    options = dict(lr=lr, damping=damping, ema=ema, momentum=momentum, weight_decay=decay)
+    optimizer = SpectralFOOF(model, **PLAIN, **options)
+    layers = [conv, wide, out]
+    W = [joint(layer) for layer in layers]
+    A, M = [np.zeros((w.shape[1],) * 2) for w in W], [np.zeros_like(w) for w in W]
+    for t in range(1, 6):
+        x, y = torch.randn(9, 2, 4, 4, dtype=D), torch.randint(0, 9, (9,))
+        optimizer.zero_grad()
+        inputs: list[np.ndarray] = []
+        keep = inputs.append
+        hooks = [m.register_forward_pre_hook(lambda m, a, keep=keep: keep(features(m, a[0]))) for m in layers]
+        F.cross_entropy(model(x), y).backward()
+        for hook in hooks:
+            hook.remove()
+        for i, (layer, a) in enumerate(zip(layers, inputs)):
+            A[i] = ema * A[i] + (1 - ema) * a.T @ a / len(x)  # debiasing cancels
+            G = joint(layer, gradient=True)
+            M[i] = momentum * M[i] + (1 - momentum) * G
+            R = root(A[i], damping)
+            step = polar(((1 - momentum) * G + momentum * M[i]) @ R) @ R
+            W[i] = (1 - lr * decay) * W[i] - lr * max(1, W[i].shape[0] / W[i].shape[1]) ** 0.5 * step
+        optimizer.step()
+        for layer, w in zip(layers, W):
+            np.testing.assert_allclose(joint(layer), w, rtol=1e-8, atol=1e-10)
+        assert t < 6
+
+
+def one_step(scale: float = 1.0, **options: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 4).to(D)
+    before = layer.weight.detach().clone()
+    optimizer = SpectralFOOF(layer, lr=0.1, **PLAIN, **options)
+    (scale * F.cross_entropy(layer(torch.randn(30, 5, dtype=D)), torch.randint(4, (30,)))).backward()
+    optimizer.step()
+    return layer.weight.detach() - before
+
+
+def test_steps_do_not_depend_on_the_scale_of_the_loss() -> None:
+    torch.testing.assert_close(one_step(1e6), one_step(), rtol=1e-9, atol=1e-12)
+
+
+def test_for_large_damping_steps_are_those_of_muon() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 4).to(D)
+    F.cross_entropy(layer(torch.randn(30, 5, dtype=D)), torch.randint(4, (30,))).backward()
+    expected = torch.from_numpy(polar(joint(layer, gradient=True)))[:, :-1]
+    torch.testing.assert_close(1e4 * one_step(damping=1e8), -0.1 * expected, rtol=1e-6, atol=1e-8)
+
+
+def test_the_change_of_outputs_has_equal_singular_values_where_inputs_are_white() -> None:
+    """D A^(1/2) for lambda = 0 is U V': every direction of outputs changes as fast, up to the Newton-Schulz range."""
+    torch.manual_seed(0)
+    layer, x = (
+        nn.Linear(5, 4, bias=False).to(D),
+        torch.randn(30, 5, dtype=D) * torch.tensor([10, 1, 1, 1, 0.1], dtype=D),
+    )
+    before = layer.weight.detach().clone()
+    optimizer = SpectralFOOF(layer, lr=0.1, damping=0.0, **PLAIN)
+    F.cross_entropy(layer(x), torch.randint(4, (30,))).backward()
+    optimizer.step()
+    values, vectors = torch.linalg.eigh(x.T @ x / (x.square().sum() / 5))
+    change = (layer.weight.detach() - before) @ (vectors * values.sqrt()) @ vectors.T / 0.1
+    found = torch.linalg.svdvals(change)
+    rank = 3  # gradients of a softmax sum to zero over classes
+    assert found[:rank].min() > 0.68
+    assert found[:rank].max() < 1.21
+    assert found[rank] < 1e-6
+
+
+def test_embeddings_and_layers_of_which_both_sides_are_large_follow_adam() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Linear(5, 3))
+    with pytest.warns(UserWarning, match="0.weight, 1.weight, 1.bias by Adam with learning rate fallback_lr"):
+        optimizer = SpectralFOOF(model, lr=0.1, fallback_lr=1e-3, max_factor=4)
+    model(torch.randint(7, (8,))).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    used = model[0].weight.grad != 0
+    optimizer.step()
+    moved = [(p.detach() - old).abs() for p, old in zip(model.parameters(), before)]
+    torch.testing.assert_close(moved[0][used], torch.full_like(moved[0][used], 1e-3), rtol=1e-2, atol=0)
+    torch.testing.assert_close(moved[1], torch.full_like(moved[1], 1e-3), rtol=1e-2, atol=0)
+    assert moved[3].max() > 0.01
