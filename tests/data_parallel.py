@@ -429,7 +429,17 @@ def late(before: tuple[nn.Module, Any], rank: int, size: int) -> Result:
     return train(run, 3, rank, size) | {"seed": torch.tensor(before[1].param_groups[0]["seed"])}
 
 
-COMMUNICATING = ("FOOF", "KroneckerFilter", "KroneckerFilterFP", "NaturalGradient", "OGN", "VOGN", "Newton", "VON")
+COMMUNICATING = (
+    "FOOF",
+    "SpectralFOOF",
+    "KroneckerFilter",
+    "KroneckerFilterFP",
+    "NaturalGradient",
+    "OGN",
+    "VOGN",
+    "Newton",
+    "VON",
+)
 COMMUNICATING += ("SpikeSlab-newton", "AdaBayes-sampled", "KalmanMomentum-sampled", "SNGD")
 JOINED = ("AdaBayes", "AdaBayesFP", "KalmanMomentum", "AdaBound", "IVON", "BayesBiNN", "STE")
 NOT_JOINED = ("KFAC", "OGN", "Newton", "AdaBayes-sampled", "KroneckerFilter", "NaturalGradient", "SNGD")

@@ -168,6 +168,7 @@ def page() -> dict[str, Any]:
 
 DOCUMENTED = {  # tensors and weights that take part: the fallback of OGN does not communicate those beside layers
     "FOOF": "FOOF",
+    "SpectralFOOF": "SpectralFOOF",
     "KFAC": "KFAC",
     "KroneckerFilterFP": "KroneckerFilterFP",
     "KroneckerFilter": "KroneckerFilter",

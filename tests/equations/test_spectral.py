@@ -118,6 +118,21 @@ def test_the_change_of_outputs_has_equal_singular_values_where_inputs_are_white(
     assert found[rank] < 1e-6
 
 
+def test_weight_and_bias_have_one_momentum_and_their_own_lr() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 4).to(D)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.2}]
+    optimizer = SpectralFOOF(layer, lr=0.1, params=groups, **PLAIN)
+    F.cross_entropy(layer(torch.randn(30, 5, dtype=D)), torch.randint(4, (30,))).backward()
+    optimizer.step()
+    both = one_step()
+    torch.testing.assert_close(layer.weight.detach() - before["weight"], both)
+    optimizer.param_groups[1]["momentum"] = 0.5
+    with pytest.raises(ValueError, match="are preconditioned together and need the same momentum"):
+        optimizer.step()
+
+
 def test_embeddings_and_layers_of_which_both_sides_are_large_follow_adam() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Linear(5, 3))

@@ -38,6 +38,9 @@ class OrthogonalSteps(InputFactor):
         limit = {p: group["max_factor"] for group in self.optimizer.param_groups for p in group["params"]}
         return not layer.lookup and min(layer.shape[1:]) <= limit[layer.owner]
 
+    def layer_options(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*super().layer_options(group), "momentum")  # of the average of [W b]
+
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:
         return False  # the average of gradients is needed, not rows
 

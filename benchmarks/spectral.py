@@ -1,0 +1,107 @@
+"""SpectralFOOF, Muon and AdamW at their usual settings: processor time to the same validation score.
+
+Run: python benchmarks/spectral.py --out runs/spectral [--write docs/results/spectral.md]
+
+The four workloads of `bayesgrad race` on which settings were chosen (by another seed), without its search, for five
+seeds. Fixed before the first run: the target is the worst, over seeds, of AdamW's best validation scores within a
+budget; the time is the median over seeds of processor seconds of the steps on one thread, with the lowest and highest;
+SpectralFOOF is faster if its highest time is below the other's lowest, slower if the reverse holds, and else this is
+not resolved. Settings of the optimizers and all schedules are those of the race's track without a search.
+
+Finished runs are kept in `--out` and are not run again. Two processes may run different `--workloads`; a third run
+without this option, which finds all of them, writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bayesgrad_lab.benchmarks import page
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.race import Race, races, steps_to, time_to, within
+from bayesgrad_lab.race_entrants import BASELINE
+from bayesgrad_lab.race_workloads import UNITS, WORKLOADS
+
+OTHERS = ("muon", "spectralfoof")
+CHOOSING = [name for name, one in WORKLOADS.items() if not one.held_out]
+
+
+def curves(race: Race, seeds: int, target: float = -math.inf) -> list[Tensor]:
+    return [race.run(race.protocol.usual(race.entrant), seed, target) for seed in range(seeds)]
+
+
+def shown(values: list[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    words = [f"{value:.{digits}f}" if math.isfinite(value) else "not reached" for value in (middle, low, high)]
+    return f"{words[0]} [{words[1]}, {words[2]}]"
+
+
+def verdict(own: list[float], other: list[float]) -> str:
+    if max(own) < min(other):
+        return "faster"
+    return "slower" if min(own) > max(other) else "not resolved"
+
+
+def table(context: Context, names: list[str]) -> list[str]:
+    lines = [
+        "# SpectralFOOF beside Muon and AdamW",
+        "",
+        f"`python benchmarks/spectral.py`, {page.setting()}. Processor seconds (and steps) until a validation score is "
+        "reached that AdamW reaches with every seed in a budget: medians of five seeds, with the lowest and highest "
+        "(a 94 % interval of the median). Each optimizer has one setting for all workloads and one schedule; settings "
+        "were chosen on the same workloads with another seed. SpectralFOOF is faster where its highest time is below "
+        "the other's lowest. The script says what was fixed before the first run. AdamW and Muon with tuned rates "
+        "would be faster than here.",
+        "",
+        "| workload (budget) | target | AdamW | Muon | SpectralFOOF | ratio to AdamW | ratio to Muon |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        adamw, muon, own = races(context, [name], [BASELINE, *OTHERS])
+        found = {BASELINE: curves(adamw, context.seeds)}
+        target = max(within(curve, adamw.budget) for curve in found[BASELINE])
+        found |= {one.entrant.kind: curves(one, context.seeds, target) for one in (muon, own)}
+        times = {kind: [time_to(curve, target) for curve in each] for kind, each in found.items()}
+        cells = [
+            f"{shown(times[kind], 1)} ({statistics.median([steps_to(curve, target) for curve in each]):.0f})"
+            for kind, each in found.items()
+        ]
+        middle = {kind: statistics.median(each) for kind, each in times.items()}
+        ratios = [
+            f"{middle['spectralfoof'] / middle[kind]:.2f}, {verdict(times['spectralfoof'], times[kind])}"
+            for kind in (BASELINE, "muon")
+        ]
+        one = WORKLOADS[name]
+        goal = f"{UNITS[one.metric]} {target:.4g}"
+        lines.append("| " + " | ".join([f"{one.title} ({adamw.budget:g} s)", goal, *cells, *ratios]) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/spectral"), help="folder of finished runs")
+    parser.add_argument("--write", type=Path, help="Markdown file to write")
+    parser.add_argument("--data-dir", help="where data files are (default: $BAYESGRAD_DATA)")
+    parser.add_argument("--workloads", nargs="+", choices=CHOOSING, default=CHOOSING)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--scale", default="laptop", choices=("laptop", "smoke"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*trains .* by Adam")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    context = Context(arguments.out, arguments.scale, arguments.seeds, data_dir=arguments.data_dir)
+    lines = table(context, arguments.workloads)
+    print("\n".join(lines))
+    if arguments.write:
+        arguments.write.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
