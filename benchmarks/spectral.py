@@ -37,16 +37,18 @@ def curves(race: Race, seeds: int, target: float = -math.inf) -> list[Tensor]:
     return [race.run(race.protocol.usual(race.entrant), seed, target) for seed in range(seeds)]
 
 
-def shown(values: list[float], digits: int) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    words = [f"{value:.{digits}f}" if math.isfinite(value) else "not reached" for value in (middle, low, high)]
-    return f"{words[0]} [{words[1]}, {words[2]}]"
+def shown(seconds: list[float], steps: list[float]) -> str:
+    if math.isinf(statistics.median(seconds)):
+        return f"reached by {sum(map(math.isfinite, seconds))} of {len(seconds)} seeds"
+    words = [f"{one:.1f}" for one in (statistics.median(seconds), min(seconds), max(seconds))]
+    return f"{words[0]} [{words[1]}, {words[2]}] ({statistics.median(steps):.0f})"
 
 
-def verdict(own: list[float], other: list[float]) -> str:
-    if max(own) < min(other):
-        return "faster"
-    return "slower" if min(own) > max(other) else "not resolved"
+def compared(own: list[float], other: list[float]) -> str:
+    """The ratio of medians, if both are finite, and which is faster."""
+    word = "faster" if max(own) < min(other) else "slower" if min(own) > max(other) else "not resolved"
+    middle = statistics.median(own), statistics.median(other)
+    return f"{middle[0] / middle[1]:.2f}, {word}" if all(map(math.isfinite, middle)) else word
 
 
 def table(context: Context, names: list[str]) -> list[str]:
@@ -69,15 +71,8 @@ def table(context: Context, names: list[str]) -> list[str]:
         target = max(within(curve, adamw.budget) for curve in found[BASELINE])
         found |= {one.entrant.kind: curves(one, context.seeds, target) for one in (muon, own)}
         times = {kind: [time_to(curve, target) for curve in each] for kind, each in found.items()}
-        cells = [
-            f"{shown(times[kind], 1)} ({statistics.median([steps_to(curve, target) for curve in each]):.0f})"
-            for kind, each in found.items()
-        ]
-        middle = {kind: statistics.median(each) for kind, each in times.items()}
-        ratios = [
-            f"{middle['spectralfoof'] / middle[kind]:.2f}, {verdict(times['spectralfoof'], times[kind])}"
-            for kind in (BASELINE, "muon")
-        ]
+        cells = [shown(times[kind], [steps_to(curve, target) for curve in each]) for kind, each in found.items()]
+        ratios = [compared(times["spectralfoof"], times[kind]) for kind in (BASELINE, "muon")]
         one = WORKLOADS[name]
         goal = f"{UNITS[one.metric]} {target:.4g}"
         lines.append("| " + " | ".join([f"{one.title} ({adamw.budget:g} s)", goal, *cells, *ratios]) + " |")
