@@ -146,6 +146,7 @@ FOOF = (
     ({"update_every": float("inf")}, "update_every must be an integer >= 1, got inf."),
     ({"stats_every": 1.5}, "stats_every must be an integer >= 1, got 1.5."),
     ({"max_factor": 0}, "max_factor must be a number >= 1, got 0."),
+    ({"stats_rows": 0}, "stats_rows must be a positive number, got 0."),
 )
 KFAC = (
     *FOOF,
