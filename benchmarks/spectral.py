@@ -82,7 +82,7 @@ def table(context: Context, names: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/spectral"), help="folder of finished runs")
-    parser.add_argument("--write", type=Path, help="Markdown file to write")
+    parser.add_argument("--write", type=Path, help="Markdown file to write; its sections below the table are kept")
     parser.add_argument("--data-dir", help="where data files are (default: $BAYESGRAD_DATA)")
     parser.add_argument("--workloads", nargs="+", choices=CHOOSING, default=CHOOSING)
     parser.add_argument("--seeds", type=int, default=5)
@@ -95,7 +95,8 @@ def main() -> None:
     lines = table(context, arguments.workloads)
     print("\n".join(lines))
     if arguments.write:
-        arguments.write.write_text("\n".join(lines) + "\n")
+        _, *notes = arguments.write.read_text().partition("\n## ") if arguments.write.exists() else [""]
+        arguments.write.write_text("\n".join(lines) + "\n" + "".join(notes))
 
 
 if __name__ == "__main__":
