@@ -60,7 +60,7 @@ def table(context: Context, names: list[str]) -> list[str]:
         "(a 94 % interval of the median). Each optimizer has one setting for all workloads and one schedule; settings "
         "were chosen on the same workloads with another seed. SpectralFOOF is faster where its highest time is below "
         "the other's lowest. The script says what was fixed before the first run. AdamW and Muon with tuned rates "
-        "would be faster than here.",
+        "may be faster than here.",
         "",
         "| workload (budget) | target | AdamW | Muon | SpectralFOOF | ratio to AdamW | ratio to Muon |",
         "|---|---|---|---|---|---|---|",
