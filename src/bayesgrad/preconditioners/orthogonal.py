@@ -53,7 +53,9 @@ class OrthogonalSteps(InputFactor):
         values, vectors = eigenvalues(symmetric(moment))
         tiny = torch.finfo(values.dtype).tiny
         mean = values.mean(1, keepdim=True)
-        root = (values / mean.clamp(min=tiny) + damping).clamp(min=tiny).rsqrt()
+        damped = values / mean.clamp(min=tiny) + damping
+        known = damped > torch.finfo(values.dtype).eps * damped.amax(1, keepdim=True)
+        root = torch.where(known, damped.clamp(min=tiny).rsqrt(), 0.0)  # 0: no data, and no damping
         return {ROOT: root if vectors is None else (vectors * root[:, None]) @ vectors.mT}
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
