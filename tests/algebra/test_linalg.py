@@ -5,33 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayesgrad.precision.linalg import QUINTIC, orthogonalised
+from bayesgrad.precision.linalg import QUINTICS, polar_factor
+
+
+def composed(values: torch.Tensor) -> torch.Tensor:
+    for a, b, c in QUINTICS:
+        values = a * values + b * values**3 + c * values**5
+    return values
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 7), (9, 2), (2, 5, 3), (1, 6)])
-def test_orthogonalised_is_the_quintic_of_singular_values(shape: tuple[int, ...]) -> None:
+def test_polar_factor_is_the_polynomials_of_singular_values(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(shape, dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    values = values / values.square().sum(-1, keepdim=True).sqrt()
-    for _ in range(5):
-        values = sum(c * values**power for c, power in zip(QUINTIC, (1, 3, 5)))
-    torch.testing.assert_close(orthogonalised(matrix), (left * values[..., None, :]) @ right, rtol=1e-10, atol=1e-10)
+    values = composed(values / (values**8).sum(-1, keepdim=True) ** 0.125)
+    expected = (left * values[..., None, :]) @ right
+    torch.testing.assert_close(polar_factor(matrix @ matrix.mT) @ matrix, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_orthogonalised_has_singular_values_near_one() -> None:
+def test_polar_factor_of_a_similar_matrix_is_similar() -> None:
     torch.manual_seed(0)
-    left, _, right = torch.linalg.svd(torch.randn(40, 30, dtype=torch.float64), full_matrices=False)
-    values = torch.logspace(0, -2, 30, dtype=torch.float64)
-    found = torch.linalg.svdvals(orthogonalised(left * (values / values.norm()) @ right))
-    assert found.min() > 0.68
-    assert found.max() < 1.21
+    matrix, change = torch.randn(4, 7, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    gram, inverse = matrix @ matrix.T, torch.linalg.inv(change)
+    expected = change @ polar_factor(gram) @ inverse
+    torch.testing.assert_close(polar_factor(change @ gram @ inverse), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_orthogonalised_does_not_depend_on_the_size_of_the_matrix() -> None:
+def test_polynomials_take_a_hundredth_to_one_near_one() -> None:
+    found = composed(torch.logspace(0, -2, 10_000, dtype=torch.float64))
+    assert 0.73 < found.min() < 0.74
+    assert 1.26 < found.max() < 1.27
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-10, 1e10, 1e18])
+def test_polar_factor_does_not_depend_on_the_size_of_the_matrix(size: float) -> None:
     torch.manual_seed(0)
-    matrix = torch.randn(5, 3)
-    one = orthogonalised(matrix)
-    for factor in (1e-35, 1e-20, 1e20, 1e37):
-        torch.testing.assert_close(orthogonalised(factor * matrix), one)
-    assert not orthogonalised(torch.zeros(5, 3)).any()
+    matrix = torch.randn(3, 5)
+    one = polar_factor(matrix @ matrix.T) @ matrix
+    matrix = size * matrix
+    torch.testing.assert_close(polar_factor(matrix @ matrix.T) @ matrix, one)
+    assert not (polar_factor(torch.zeros(3, 3)) @ torch.zeros(3, 5)).any()

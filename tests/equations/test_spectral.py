@@ -17,11 +17,11 @@ PLAIN: dict[str, Any] = {"stats_every": 1, "update_every": 1}
 
 
 def polar(matrix: np.ndarray) -> np.ndarray:
-    """U f(S) V', with f the quintic of Newton and Schulz five times."""
+    """U f(S) V', with f three odd polynomials of S over the eighth root of the sum of its eighth powers."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    values = values / np.sqrt((values**2).sum())
-    for _ in range(5):
-        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    values = values / (values**8).sum() ** (1 / 8)
+    for a, b, c in [(8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526)]:
+        values = a * values + b * values**3 + c * values**5
     return left @ np.diag(values) @ right
 
 
@@ -98,7 +98,7 @@ def test_for_large_damping_steps_are_those_of_muon() -> None:
 
 
 def test_the_change_of_outputs_has_equal_singular_values_where_inputs_are_white() -> None:
-    """D A^(1/2) for lambda = 0 is U V': every direction of outputs changes as fast, up to the Newton-Schulz range."""
+    """D A^(1/2) for lambda = 0 is U V': every direction of outputs changes as fast, up to the range of the polynomials."""
     torch.manual_seed(0)
     layer, x = (
         nn.Linear(5, 4, bias=False).to(D),
@@ -112,8 +112,8 @@ def test_the_change_of_outputs_has_equal_singular_values_where_inputs_are_white(
     change = (layer.weight.detach() - before) @ (vectors * values.sqrt()) @ vectors.T / 0.1
     found = torch.linalg.svdvals(change)
     rank = 3  # gradients of a softmax sum to zero over classes
-    assert found[:rank].min() > 0.68
-    assert found[:rank].max() < 1.21
+    assert found[:rank].min() > 0.73
+    assert found[:rank].max() < 1.27
     assert found[rank] < 1e-6
 
 

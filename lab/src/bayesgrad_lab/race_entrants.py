@@ -11,14 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import optim
-from bayesgrad.precision.linalg import orthogonalised
 from bayesgrad_lab.methods import DECOUPLED, GRADIENT, METHODS, POSITIONS, Build, Method, Setup, built, peer
 
 SAMPLED_ROWS = 1024  # of a batch, for statistics of layers
 
 
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """About U V' for a matrix U S V', by the quintic Newton-Schulz iteration of Muon (Jordan et al., 2024)."""
+    x = matrix.mT if len(matrix) > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if len(matrix) > matrix.shape[1] else x
+
+
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al., 2024), in float32: torch's works in bfloat16, which CPUs emulate.
+    """Momentum, orthogonalised, in float32: torch's works in bfloat16, which many CPUs emulate.
 
     Filters of convolutions are matrices with a row for each output channel.
     """

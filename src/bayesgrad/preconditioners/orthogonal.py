@@ -15,19 +15,23 @@ from bayesgrad.distributed import Job
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
-from bayesgrad.precision.linalg import eigenvalues, orthogonalised
+from bayesgrad.precision.linalg import eigenvalues, polar_factor
 from bayesgrad.preconditioners.kronecker_factors import InputFactor
 from bayesgrad.preconditioners.layered import Entry, Settings
 from bayesgrad.preconditioners.refresh import AVERAGE, cost, store
+from bayesgrad.preconditioners.stability import damped_inverse, mean_eigenvalue
 from bayesgrad.rules.transition import LARGEST, Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 from bayesgrad.shards import part_of, placed, whole
 
-ROOT = "input_root"
+INVERSE = "input_inverse"
 
 
 class OrthogonalSteps(InputFactor):
     """U V' R for each layer, with <g> R = U S V', R = (A/a + damping I)^-1/2, and a the mean eigenvalue of A.
+
+    No root is formed: U V' R is a polynomial of <g> P <g>' times <g> P, with P = R R, and so is the one of P <g>'<g>,
+    which is used where outputs are more than inputs.
 
     Embedding layers, and layers of which both sides are larger than `max_factor`, are not covered.
     """
@@ -46,17 +50,19 @@ class OrthogonalSteps(InputFactor):
 
     def inversions(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> list[Job]:
         moment = entry["input_moment"]
-        return [Job(cost(moment), {ROOT: moment}, partial(self._root, moment, float(group["damping"])))]
+        return [Job(cost(moment), {INVERSE: moment}, partial(self._inverse, layer, moment, float(group["damping"])))]
 
-    @staticmethod
-    def _root(moment: Tensor, damping: float) -> dict[str, Tensor]:
+    def _inverse(self, layer: Layer, moment: Tensor, damping: float) -> dict[str, Tensor]:
+        """P, without directions that have no data if damping is too small to tell them from rounding."""
+        moment = moment / (mean_eigenvalue(moment) or 1.0)
+        eps = torch.finfo(moment.dtype).eps
+        if damping > math.sqrt(eps):
+            return damped_inverse("input", moment, damping, layer.names[0], self.warned)
         values, vectors = eigenvalues(symmetric(moment))
-        tiny = torch.finfo(values.dtype).tiny
-        mean = values.mean(1, keepdim=True)
-        damped = values / mean.clamp(min=tiny) + damping
-        known = damped > torch.finfo(values.dtype).eps * damped.amax(1, keepdim=True)
-        root = torch.where(known, damped.clamp(min=tiny).rsqrt(), 0.0)  # 0: no data, and no damping
-        return {ROOT: root if vectors is None else (vectors * root[:, None]) @ vectors.mT}
+        values = values + damping
+        known = values > eps * values.amax(1, keepdim=True)
+        inverse = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny).reciprocal(), 0.0)
+        return {INVERSE: inverse if vectors is None else (vectors * inverse[:, None]) @ vectors.mT}
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
         found: dict[Any, Direction] = {}
@@ -76,16 +82,20 @@ class OrthogonalSteps(InputFactor):
                 gradient = gradient.lerp(entry[AVERAGE], momentum)
             else:
                 entry.pop(AVERAGE, None)
-            white = orthogonalised(self._whiten(entry, gradient))
-            _, fan_out, fan_in = layer.shape
-            direction = self._whiten(entry, white) * math.sqrt(max(1.0, fan_out / fan_in))
+            direction = self._steepest(gradient, entry[INVERSE])
             found |= {p: part_of(values, p) for p, values in layer.split(direction).items()}
         return found
 
     @staticmethod
-    def _whiten(entry: Mapping[str, Tensor], matrix: Tensor) -> Tensor:
-        root = entry[ROOT]
-        return matrix * root[:, None] if root.dim() == 2 else matrix @ root
+    def _steepest(matrix: Tensor, inverse: Tensor) -> Tensor:
+        """U V' R, of (groups, out, in), times the square root of out/in where that is more than one."""
+        matrix = matrix / matrix.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+        _, fan_out, fan_in = matrix.shape
+        if fan_out <= fan_in or inverse.dim() == 2:
+            right = matrix * inverse[:, None] if inverse.dim() == 2 else matrix @ inverse
+            return polar_factor(right @ matrix.mT) @ right
+        factor = polar_factor(inverse @ (matrix.mT @ matrix))
+        return matrix @ (factor @ inverse * math.sqrt(fan_out / fan_in))
 
     def initialise_state(self) -> None:
         super().initialise_state()
