@@ -45,7 +45,7 @@ LAYERS = [
     ["shards"],
     ["joining", "lost_processes", "process_limits"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
-    ["warning"],
+    ["products", "warning"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

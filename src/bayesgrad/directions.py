@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesgrad.products import mm
+
 
 @dataclass(frozen=True, eq=False)
 class Product:
@@ -22,7 +24,7 @@ class Product:
         return self.left.dtype
 
     def dense(self) -> Tensor:
-        return (self.left.T @ self.right).view(self.shape)
+        return mm(self.left.T, self.right).view(self.shape)
 
     def into(self, target: Tensor, keep: float, fresh: float) -> None:
         """target <- keep target + fresh direction, in one pass over it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.products import addmm_
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -68,9 +69,9 @@ class Moment:
             one = rows[0]
             for start, end in _strips(size, len(one)):
                 strip = matrix[0, start:end, :end]
-                strip.addmm_(one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
+                addmm_(strip, one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
         else:
-            matrix[:, :size, :size].baddbmm_(rows.mT, rows, beta=keep, alpha=take)
+            addmm_(matrix[:, :size, :size], rows.mT, rows, beta=keep, alpha=take)
         if self.ones:
             last = matrix[:, size]
             last.mul_(keep)

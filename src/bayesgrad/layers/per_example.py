@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.directions import Product
+from bayesgrad.products import mm
 
 CHUNK = 1 << 22  # elements of a temporary tensor: limits the memory of products
 
@@ -405,8 +406,8 @@ class StoredGradients(PerExampleGradients):
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """(groups, ..., k) times (groups, k, m); a single group uses a plain matrix product, which is faster."""
     rows = a.flatten(1, -2) if a.dim() > 3 else a
-    product = (rows[0] @ b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
-    return product.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else product
+    found = mm(rows[0], b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
+    return found.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else found
 
 
 def _lengths(factor: Tensor, rows: Tensor) -> Tensor:

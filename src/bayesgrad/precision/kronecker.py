@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.precision.algebra import BilinearForm, Precision
+from bayesgrad.products import mm
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +86,9 @@ class Kronecker(Precision):
     def _times(self, vector: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
         """left @ vector @ right; both may be diagonals or the identity."""
         if right is not None:
-            vector = vector * right[..., None, :] if self._is_diagonal(right) else vector @ right
+            vector = vector * right[..., None, :] if self._is_diagonal(right) else mm(vector, right)
         if left is not None:
-            vector = left[..., :, None] * vector if self._is_diagonal(left) else left @ vector
+            vector = left[..., :, None] * vector if self._is_diagonal(left) else mm(left, vector)
         return vector
 
     def _is_diagonal(self, factor: Tensor) -> bool:
@@ -140,13 +141,13 @@ class Spectral(Precision):
 
     def into(self, vector: Tensor) -> Tensor:
         """A matrix in the eigenbasis: Q' V S."""
-        vector = vector if self.rows is None else self.rows.mT @ vector
-        return vector if self.columns is None else vector @ self.columns
+        vector = vector if self.rows is None else mm(self.rows.mT, vector)
+        return vector if self.columns is None else mm(vector, self.columns)
 
     def out(self, vector: Tensor) -> Tensor:
         """A matrix out of the eigenbasis: Q V S'."""
-        vector = vector if self.rows is None else self.rows @ vector
-        return vector if self.columns is None else vector @ self.columns.mT
+        vector = vector if self.rows is None else mm(self.rows, vector)
+        return vector if self.columns is None else mm(vector, self.columns.mT)
 
     def scale(self, factor: Any) -> Spectral:
         return Spectral(self.rows, self.columns, factor * self.spectrum)

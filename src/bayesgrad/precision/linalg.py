@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bayesgrad.products import mm
+
 # Coefficients of a x + b x^3 + c x^5, of which each is closest to one on the interval that the one before leaves of
 # [0.01, 1], in the largest distance: 0.73 to 1.27 in the end.
 QUINTICS = (8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526)
@@ -75,8 +77,8 @@ def polar_factor(gram: Tensor) -> Tensor:
     """Q with Q X about U V', the nearest matrix with orthonormal rows, for X = U S V' (..., m, n) and gram = X X'.
 
     Singular values of at least 0.01 (s_1^8 + s_2^8 + ...)^(1/8) become 0.73 to 1.27, by three odd polynomials of X of
-    degree five. They are products of gram alone: gram may also be similar to X X', as P M'M is for X = P^(1/2) M', and Q
-    is then similar to the one of X X'. Zeros remain zeros, and the size of X does not matter.
+    degree five, which need gram alone. It may also be similar to X X', as P M'M is for X = P^(1/2) M', and Q is then
+    similar to the one of X X'. Zeros remain zeros, and the size of X does not matter.
 
     Reference: Amsel et al., 2025, for the polynomials; Jordan et al., 2024.
     Checked by: tests/algebra/test_linalg.py.
@@ -84,7 +86,7 @@ def polar_factor(gram: Tensor) -> Tensor:
     tiny = torch.finfo(gram.dtype).tiny
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp(min=tiny)
     gram = gram / trace  # a power of it may not be representable
-    square = gram @ gram
+    square = mm(gram, gram)
     size = (square * square.mT).sum((-2, -1), keepdim=True).clamp(min=tiny) ** 0.25
     gram, square = gram / size, square / size.square()
     found = None
@@ -94,10 +96,10 @@ def polar_factor(gram: Tensor) -> Tensor:
         if found is None:
             found = own / trace.sqrt() / size.sqrt()
         else:
-            found = own @ found
+            found = mm(own, found)
         if (a, b, c) != QUINTICS[-1]:
-            gram = own @ (own @ gram)
-            square = gram @ gram
+            gram = mm(own, mm(own, gram))
+            square = mm(gram, gram)
     assert found is not None
     return found
 

@@ -16,10 +16,10 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
 from bayesgrad.precision.linalg import eigenvalues, polar_factor
-from bayesgrad.preconditioners.kronecker_factors import InputFactor
-from bayesgrad.preconditioners.layered import Entry, Settings
+from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
 from bayesgrad.preconditioners.refresh import AVERAGE, cost, store
 from bayesgrad.preconditioners.stability import damped_inverse, mean_eigenvalue
+from bayesgrad.products import mm
 from bayesgrad.rules.transition import LARGEST, Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 from bayesgrad.shards import part_of, placed, whole
@@ -27,15 +27,16 @@ from bayesgrad.shards import part_of, placed, whole
 INVERSE = "input_inverse"
 
 
-class OrthogonalSteps(InputFactor):
+class OrthogonalSteps(LayerPreconditioner):
     """U V' R for each layer, with <g> R = U S V', R = (A/a + damping I)^-1/2, and a the mean eigenvalue of A.
 
     No root is formed: U V' R is a polynomial of <g> P <g>' times <g> P, with P = R R, and so is the one of P <g>'<g>,
-    which is used where outputs are more than inputs.
+    which is used where outputs are more than inputs. A is divided by a, so that the number of losses does not matter.
 
     Embedding layers, and layers of which both sides are larger than `max_factor`, are not covered.
     """
 
+    sides = ("input",)
     rule = UpdateRule(None, Static(), NaturalStep(averaged=True))
 
     def uses(self, layer: Layer) -> bool:
@@ -92,10 +93,10 @@ class OrthogonalSteps(InputFactor):
         matrix = matrix / matrix.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
         _, fan_out, fan_in = matrix.shape
         if fan_out <= fan_in or inverse.dim() == 2:
-            right = matrix * inverse[:, None] if inverse.dim() == 2 else matrix @ inverse
-            return polar_factor(right @ matrix.mT) @ right
-        factor = polar_factor(inverse @ (matrix.mT @ matrix))
-        return matrix @ (factor @ inverse * math.sqrt(fan_out / fan_in))
+            right = matrix * inverse[:, None] if inverse.dim() == 2 else mm(matrix, inverse)
+            return mm(polar_factor(mm(right, matrix.mT)), right)
+        factor = polar_factor(mm(inverse, mm(matrix.mT, matrix)))
+        return mm(matrix, mm(factor, inverse) * math.sqrt(fan_out / fan_in))
 
     def initialise_state(self) -> None:
         super().initialise_state()

@@ -15,6 +15,7 @@ from bayesgrad.layers.modules import Layer, error_rows, input_rows, rows_in
 from bayesgrad.layers.moments import joined
 from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.precision import Kronecker, Precision
+from bayesgrad.products import mm
 from bayesgrad.shards import Solve, gradient_of, solved, summed
 
 
@@ -39,9 +40,9 @@ class InnerProduct:
     def add_rows(self, left: Tensor, errors: Tensor, right: Tensor, rows: Tensor, ones: Tensor | None) -> None:
         """For d = left' [right ones] and g = errors' [rows 1], without forming them."""
         if self.needed:
-            inputs = right @ rows.mT
+            inputs = mm(right, rows.mT)
             inputs = inputs if ones is None else inputs.add_(ones)
-            self.include(torch.dot((left @ errors.mT).flatten(), inputs.flatten()))
+            self.include(torch.dot(mm(left, errors.mT).flatten(), inputs.flatten()))
 
     def root(self) -> Tensor:
         assert self.total is not None
@@ -118,7 +119,7 @@ def from_rows(
     if layer.weight is not None:
         rows, columns = (inputs, left) if layer.transposed else (left, inputs)
         shape = layer.weight.shape
-        found[layer.weight] = Product(rows, columns, shape) if left.dim() == 2 else (rows.mT @ columns).view(shape)
+        found[layer.weight] = Product(rows, columns, shape) if left.dim() == 2 else mm(rows.mT, columns).view(shape)
     if ones is not None and layer.bias is not None:
         found[layer.bias] = (left.mT @ ones).view_as(layer.bias)
     return found
@@ -133,12 +134,11 @@ def _inputs_times(layer: Layer, rows: Tensor, factor: Tensor | None) -> tuple[Te
         return rows, rows.new_ones(*rows.shape[:-1], 1)
     if factor.dim() < rows.dim():
         return rows * factor[..., None, :size], factor[..., None, size:].expand(*rows.shape[:-1], 1)
-    multiply = torch.addmm if rows.dim() == 2 else torch.baddbmm
-    found = multiply(factor[..., size:, :], rows, factor[..., :size, :])
+    found = mm(rows, factor[..., :size, :]).add_(factor[..., size:, :])
     return found[..., :size], found[..., size:]
 
 
 def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
     if factor is None:
         return rows
-    return rows @ factor if factor.dim() == rows.dim() else rows * factor[..., None, :]
+    return mm(rows, factor) if factor.dim() == rows.dim() else rows * factor[..., None, :]

@@ -26,6 +26,7 @@ from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
 from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
+from bayesgrad.products import mm
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.saved_state import NAMES, saved_entry, written_names
 from bayesgrad.shards import gradient_of, has_nonzero_gradient, part_of, summed
@@ -89,22 +90,21 @@ class Woodbury(NetworkPreconditioner):
     # --- observations ---
 
     def receive(self, call: LayerCall, restarted: bool) -> None:
-        """Adds to G'g: inner products with the columns of G follow from those of inputs and of errors."""
+        """Adds to G'g: inner products with the columns of G, once they are merged, follow from inputs and errors."""
         own = layers.own_parameters(call.module)
         if restarted:
             for p in own.values():
                 self.projections.pop(p, None)
-        state = self.optimizer.state
-        columns = {name: restored(state.get(p, {}), p.shape) for name, p in own.items() if p.requires_grad}
+        entries = {name: self.optimizer.state.get(p, {}) for name, p in own.items() if p.requires_grad}
+        columns = {name: restored(entry, own[name].shape) for name, entry in entries.items()}
         weight = columns.get("weight")
-        several = call.input.dim() > 2 or self.observed  # positions, or columns that are not merged yet
-        several = several or layers.is_transposed(call.module) or self.processes > 1
+        several = call.input.dim() > 2 or self.observed or layers.is_transposed(call.module) or self.processes > 1
         if several or not isinstance(weight, OuterProducts) or weight.inputs.shape[2] > 1:
             self.projections |= dict.fromkeys(own.values())  # these follow from the gradients
             return
         inputs, errors = (rows[0, :, 0] for rows in (weight.inputs, weight.errors))
-        products = errors @ call.error.to(errors).T
-        found = {"weight": (inputs @ call.input.to(inputs).T).mul_(products).sum(1), "bias": products.sum(1)}
+        products = mm(errors, call.error.to(errors).T)
+        found = {"weight": mm(inputs, call.input.to(inputs).T).mul_(products).sum(1), "bias": products.sum(1)}
         for name in columns:
             before = self.projections.get(own[name], 0)
             self.projections[own[name]] = None if before is None else before + found[name]
