@@ -24,7 +24,7 @@ class SpectralFOOF(LayerOptimizer):
 
     with a the inputs of a layer (a one appended for the bias) for example j at position t, <> a debiased moving average
     with decay `ema`, d_A inputs and d_E outputs, eta = `lr`, lambda = `damping`, mu = `momentum`, and lambda_w =
-    `weight_decay`. U V' is computed up to singular values between 0.68 and 1.21 (see `Reference`).
+    `weight_decay`. U V' is computed up to singular values between 0.73 and 1.27 (see `Reference`).
 
     Of all D with a given largest singular value of D R^-1, which is the largest change of outputs for an input of unit
     size (and lambda = 0), U V' R has the largest product with the gradient. FOOF bounds the sum of squares of all
@@ -37,22 +37,21 @@ class SpectralFOOF(LayerOptimizer):
         model: the network; the training loop is that of any torch optimizer.
         lr: eta.
         params: parameters or param groups of the model; None for all.
-        damping: lambda, a multiple of the mean eigenvalue of A. Under a schedule, roots are computed anew when it has
+        damping: lambda, a multiple of the mean eigenvalue of A. Under a schedule, inverses are computed anew when it has
             changed by more than a tenth.
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of A.
-        update_every: the largest number of steps between eigendecompositions (early in a run, whenever the number of
-            steps has doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is decomposed
-            anew.
+        update_every: the largest number of steps between inversions of A (early in a run, whenever the number of steps
+            has doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A, as in `FOOF`.
         stats_rows: rows of a batch that A is formed of, as in `FOOF`.
         losses_per_example: as in `FOOF`; A is divided by its mean eigenvalue, so that only the average over batches of
             different sizes depends on it.
         momentum: mu.
         weight_decay: decoupled.
-        max_factor: a layer of which both sides are larger is trained by the fallback. U V' costs about as much as the
-            gradient if the smaller side is a quarter of the rows (examples times positions) of a batch. An input factor
-            that is larger is approximated by its diagonal.
+        max_factor: a layer of which both sides are larger is trained by the fallback. The step of a square layer costs
+            as many operations as its gradient if its size is a twelfth of the rows (examples times positions) of a
+            batch. An input factor that is larger is approximated by its diagonal.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters (of embeddings and normalisation layers, raw ones, and those that docs/layers.md lists) are trained
@@ -66,7 +65,8 @@ class SpectralFOOF(LayerOptimizer):
 
     Defaults were chosen on validation data of a small GPT, a CNN, a ResNet and an autoencoder, by one seed.
 
-    Reference: Benzing 2021, Eq. 4, for A; Jordan et al., 2024, for U V' (Muon); the norm: Bernstein and Newhouse, 2024.
+    Reference: Benzing 2021, Eq. 4, for A; Jordan et al., 2024 (Muon), and Amsel et al., 2025, for U V'; Bernstein and
+    Newhouse, 2024, for the norm.
     Differs from the paper: it has no U V', and Muon no R.
     Checked by: tests/equations/test_spectral.py.
     """
