@@ -36,7 +36,7 @@ def addmm_(target: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -
         multiply = target.addmm_ if target.dim() == 2 else target.baddbmm_
         multiply(a, b, beta=beta, alpha=alpha)
     elif beta:
-        target.mul_(beta).add_(mm(a, b), alpha=alpha)
+        (target if beta == 1 else target.mul_(beta)).add_(mm(a, b), alpha=alpha)
     else:
         torch.mul(mm(a, b), alpha, out=target)
 
