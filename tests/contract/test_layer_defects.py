@@ -724,6 +724,69 @@ def test_passes_of_compiled_models_are_told_apart(name: str, kind: str) -> None:
     assert_same_step(model, other)
 
 
+class Uncompiled(nn.Module):
+    """A layer that torch.compile does not trace, so that the graph breaks."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def in_graphs(model: nn.Module, kind: str) -> nn.Module:
+    """A model of which torch.compile traces a part, or several parts by themselves."""
+    if kind == "some layers":
+        model[0].compile(backend="aot_eager")
+    elif kind == "forward":
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    else:
+        return torch.compile(model, backend="aot_eager")
+    return model
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.parametrize("loop", ["one pass", "two forward passes", "two backward passes", "frozen"])
+@pytest.mark.parametrize("name", ["FOOF", "OGN"])
+@pytest.mark.parametrize("kind", ["break", "some layers", "forward", "limit"])
+def test_models_of_which_some_layers_are_compiled_train_as_eager_ones(kind: str, name: str, loop: str) -> None:
+    """The outputs are means over three positions, so that rows of layers are not the losses of the pass."""
+    torch._dynamo.reset()
+    limit = 8
+    if kind == "limit":  # what was compiled for another model, in parts, is used, and only one graph is added
+        other, limit = nn.Sequential(nn.Linear(6, 5), Uncompiled(nn.Linear(5, 3))).double(), 1
+        earlier = RULES[name](other)
+        passes(torch.compile(other, backend="aot_eager"), earlier, 0)
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        last = nn.Linear(5, 3)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), Uncompiled(last) if kind == "break" else last).double()
+        model.register_forward_hook(lambda module, args, output: output.mean(1))
+        optimizer = RULES[name](model)
+        net = in_graphs(model, kind) if compiled else model
+        for index in range(4):
+            x, y = torch.randn(8, 3, 6, dtype=D), torch.randint(0, 3, (8,))
+            if loop == "frozen":
+                last.bias.requires_grad_(index not in (1, 2))
+            optimizer.zero_grad()
+            with torch._dynamo.config.patch(recompile_limit=limit):
+                outputs = torch.cat([net(x[:4]), net(x[4:])]) if loop == "two forward passes" else net(x)
+            observe(optimizer, outputs, y)
+            if loop == "two backward passes":
+                (F.cross_entropy(outputs[:4], y[:4]) / 2).backward(retain_graph=True)
+                (F.cross_entropy(outputs[4:], y[4:]) / 2).backward()
+            else:
+                F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        results.append(weights(model))
+    torch._dynamo.reset()
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
 # --- odd batches and models ---
 
 

@@ -416,3 +416,33 @@ def test_compiled_models_train_as_eager_ones(name: str) -> None:
         close(mine, theirs)
         assert optimizer.state[mine].keys() == reference.state[theirs].keys()
     torch.compiler.reset()
+
+
+class Tagger(nn.Module):
+    """Has outputs, and so losses, at each position of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, and those of fallbacks
+def test_losses_of_positions_are_counted_in_models_with_recurrent_layers_that_are_compiled() -> None:
+    results = []
+    for compiled in (False, True):
+        model = Tagger().double()
+        optimizer = FOOF(model, stats_every=1, update_every=1)
+        net = torch.compile(model, backend="aot_eager") if compiled else model
+        for _ in range(3):
+            x, y = torch.randn(8, 4, 5).double(), torch.randint(0, 3, (8, 4))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
+            optimizer.step()
+        results.append(list(model.parameters()))
+    torch.compiler.reset()
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)

@@ -420,3 +420,23 @@ def test_a_part_of_a_layer_that_is_frozen_and_thawed_trains_compiled_as_eager(ru
             optimizer.step()
         results.append(list(model.parameters()))
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("rule", [optim.FOOF, optim.KFAC])
+def test_a_part_of_a_layer_may_be_frozen_if_layers_are_called_outside_of_the_model(rule: Any, part: str) -> None:
+    results = []
+    for outside in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        optimizer = rule(model, stats_every=1, update_every=1, **({"seed": 0} if rule is optim.KFAC else {}))
+        for index in range(6):
+            model[2].get_parameter(part).requires_grad_(index not in (2, 3))
+            x, y = torch.randn(8, 5).double(), torch.randint(0, 3, (8,))
+            optimizer.zero_grad()
+            loss = cross_entropy(outputs := model[2](model[1](model[0](x))) if outside else model(x), y)
+            optimizer.observe(outputs)
+            loss.backward()
+            optimizer.step()
+        results.append(list(model.parameters()))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -86,6 +87,30 @@ class LayerCall:
         return replace(self, input=self.input.clone(), volatile=False) if self.volatile else self
 
 
+class PassNumber:
+    """A number that compiled layers read: compiled code increments it in place, eager code puts another tensor there.
+
+    A compiled backward pass may have saved the tensor, and read it after the next forward pass.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._number = np.array(number, dtype=np.int64)  # in the memory of the tensor, so that reading it is fast
+        self.value = torch.from_numpy(self._number)
+
+    def __int__(self) -> int:
+        return int(self._number)
+
+    def advance(self) -> bool:
+        """Increments the number; returns False where that is not possible, and no layer is recorded."""
+        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+            return False
+        other = PassNumber(int(self) + 1)
+        if type(other.value) is not Tensor:  # of another mode: FakeTensorMode
+            return False
+        self._number, self.value = other._number, other.value
+        return True
+
+
 class Site:
     """The recorders of one module. A copy of the module (deepcopy, pickle) has none."""
 
@@ -99,7 +124,7 @@ class Site:
         self.handle = next(Site.handles)
         # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
         self.key = torch.tensor(self.handle)
-        self.counter = torch.zeros((), dtype=torch.int64)
+        self.counter = PassNumber()
         self.latest = -1, 0  # the latest backward pass, and the calls that it has differentiated
 
     def __reduce__(self) -> tuple:
@@ -130,6 +155,13 @@ class Site:
                 return recorder.begun if recorder.inside else recorder.forward_id
         return 0
 
+    def compiled_id(self, number: int) -> int:
+        """As `forward_id`, of a compiled call that has read this number of a pass."""
+        for ref, _ in self.recorders:
+            if (recorder := ref()) is not None and recorder.counter is self.counter:
+                return recorder.numbers.get(number, COMPILED + number)
+        return COMPILED + number
+
     def note_hidden(self) -> None:
         """Called without gradients: perhaps inside of a checkpoint, which will call the module again with them."""
         for ref, _ in self.recorders:
@@ -153,7 +185,7 @@ class Site:
         Args:
             op, error, x, weight, needs: as in `operations.parameter_gradients`.
             forward_id, volatile, call_id: of the call.
-            nodes: which add to the gradients of weight and bias, if they are known.
+            nodes: which add to the gradients of weight and bias; None in a compiled model, where they are not known.
         """
         module = self.module()
         alive = [(recorder, name) for ref, name in self.recorders if (recorder := ref()) is not None]
@@ -165,7 +197,7 @@ class Site:
                 recorder.marks.differentiable(module)
             if recorder.capture is not None:
                 # A compiled model gives zeros to layers that the observed ones of its outputs do not depend on.
-                if x.numel() and (forward_id < COMPILED or bool(error.any())):
+                if x.numel() and (nodes is not None or bool(error.any())):
                     with torch.no_grad():
                         recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
                 return None, None
@@ -228,9 +260,10 @@ def _compiled_gradients(
     assert module is not None
     x, error = x.clone(), error.clone()
     number = int(forward_id)
-    call_id = site.turn() if number else None  # passes of layers that are compiled by themselves are not counted
+    pass_id = site.compiled_id(number)
+    call_id = site.turn() if number and pass_id >= 0 else None  # calls outside of the model cannot be told apart
     weight_gradient, bias_gradient = site.gradients(
-        operation(module), error, x, weight, needs, COMPILED + number, call_id=call_id
+        operation(module), error, x, weight, needs, pass_id, call_id=call_id
     )
     if weight_gradient is None:
         weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
@@ -339,7 +372,7 @@ def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
     """The operation of a recorded module with these parameters."""
     site: Site = getattr(module, SITE)
     compiling = torch.compiler.is_compiling()
-    ids = (_copy_of(site.counter), site.key) if compiling else (site.forward_id(), site.handle)
+    ids = (_copy_of(site.counter.value), site.key) if compiling else (site.forward_id(), site.handle)
     op = (LINEAR,) if isinstance(module, nn.Linear) else operation(module)
     return RecordedLayer.apply(x, weight, bias, op, *ids)  # pyright: ignore[reportReturnType]
 

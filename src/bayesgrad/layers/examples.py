@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bayesgrad import layers
 from bayesgrad.layers.call import SITE, LayerCall, RecordedLayer
-from bayesgrad.layers.graph import below
+from bayesgrad.layers.graph import COMPILED_GRAPH, below
 from bayesgrad.layers.layout import MIXED, RowLayout
 
 ATTEMPTS = 8  # with other data, if rows without an error leave several possibilities
@@ -108,6 +108,10 @@ class RowLayouts:
         """
         key = tuple(t.shape for t in outputs), group
         if not self.anywhere((key, what) not in self._settled or (not once and self._is_due((key, what)))):
+            return
+        if self.tolerant and COMPILED_GRAPH in {node.name() for node in below(t.grad_fn for t in outputs)}:
+            self._settled.add((key, what))  # statistics of a normalisation that is compiled cannot be held constant
+            self._hidden.add(key)
             return
         self._attempts[key, what] += 1
         generator = torch.Generator().manual_seed(self._attempts[key, what] - 1)

@@ -24,7 +24,8 @@ together. Nothing is stored beside what autograd stores. The layer may be follow
 autocast, be checkpointed, or be called several times. A recurrent layer, and attention, are recorded as the linear
 layers that they consist of (`layers.composite`). In a compiled model (`torch.compile(model, fullgraph=True)`) the
 part of the backward that calls recorders is an operator of its own, `bayesgrad::parameter_gradients`, which is not
-traced.
+traced. Unless the hooks of the model are in the same graph, as those of nn.Sequential are, they run eagerly, and
+compiled layers find the pass that they are called in by a number (`PassNumber`).
 
 **When.** `loss.backward()` records the layers to whose parameters it adds gradients. `torch.autograd.grad`, which adds
 none, records nothing. `LayerRecorder.backpropagate(outputs, direction)` gives the errors of another loss, for example
@@ -52,7 +53,18 @@ import torch.compiler.config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, RecordedLayer, Site, forward, without_hooks
+from bayesgrad.layers.call import (
+    COMPILED,
+    SITE,
+    SITES,
+    LayerCall,
+    Pair,
+    PassNumber,
+    RecordedLayer,
+    Site,
+    forward,
+    without_hooks,
+)
 from bayesgrad.layers.class_dimension import layer_dim
 from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
@@ -64,6 +76,21 @@ from bayesgrad.shards import FSDP, gathered, owner, unreduced
 
 MAX_DIMS = 6  # of outputs of a compiled model whose shape is noted
 MAX_PASSES = 256  # forward passes whose shapes are kept until their backward pass
+MAX_NUMBERS = 4 * MAX_PASSES  # states of eager recorders that compiled layers may have been called in
+
+
+def not_alone(function: Callable) -> None:
+    """Lets torch.compile trace a function as a part of another one, but not compile it by itself.
+
+    Where a graph breaks, or at the limit of recompilations, some functions of a forward pass are compiled and others
+    are not. A hook that was compiled would tell recorders nothing, and layers that are not would ask them.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP  # of the function, and of what it calls
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    else:  # an earlier torch
+        eval_frame.skip_code(function.__code__)
 
 
 class Hook:
@@ -71,7 +98,7 @@ class Hook:
 
     def __init__(self, recorder: LayerRecorder | None = None) -> None:
         self.recorder = weakref.ref(recorder) if recorder is not None else lambda: None
-        self.counter = torch.zeros((), dtype=torch.int64) if recorder is None else recorder.counter
+        self.counter = PassNumber() if recorder is None else recorder.counter
         self.sizes = None if recorder is None else recorder.sizes
 
     def __reduce__(self) -> tuple:
@@ -83,7 +110,7 @@ class PassCounter(Hook):
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling():
-            self.counter.add_(1)
+            self.counter.value.add_(1)
         elif (recorder := self.recorder()) is not None:
             recorder.begin_pass()
 
@@ -94,7 +121,7 @@ class OutputHook(Hook):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         if torch.compiler.is_compiling():
             if self.sizes is not None and isinstance(output, Tensor) and output.dim() <= MAX_DIMS:
-                number = self.counter.reshape(1)
+                number = self.counter.value.reshape(1)
                 place = number % MAX_PASSES
                 self.sizes[0].index_copy_(0, place, number)
                 for dim in range(MAX_DIMS):
@@ -117,6 +144,10 @@ class InputHook(Hook):
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+for _function in (PassCounter.__call__, OutputHook.__call__, InputHook.__call__, PassNumber.advance):
+    not_alone(_function)
+
+
 class LayerRecorder:
     """Records inputs and errors of some layers of a model; see the module docstring.
 
@@ -136,6 +167,8 @@ class LayerRecorder:
         hidden: whether it has called a layer without gradients, as reentrant activation checkpointing does.
         capture: what receives calls instead, during `backpropagate`.
         captures: minus the number of its calls.
+        counter: a number of each forward pass of the model, and of each time between two of them.
+        numbers: its value -> `forward_id` at that time; it has no forward passes of the model in one compiled graph.
         close: restores the modules; called when the recorder is garbage collected.
     """
 
@@ -162,7 +195,8 @@ class LayerRecorder:
         self.latest: Callable[[], Tensor | None] = lambda: None  # its outputs
         self.passes: dict[int, ForwardPass] = {}
         self.backward_id = -1  # the latest backward pass
-        self.counter = torch.zeros((), dtype=torch.int64)
+        self.counter = PassNumber()
+        self.numbers: dict[int, int] = {}
         # Of the latest passes of a compiled model: their numbers, and the shapes of their outputs.
         self.sizes = torch.zeros(1 + MAX_DIMS, MAX_PASSES, dtype=torch.int64)
         self.last_call: tuple[Any, tuple, dict] | None = None
@@ -177,8 +211,8 @@ class LayerRecorder:
                     site = Site(module)
                     SITES[site.handle] = site
                     module.__dict__.update({SITE: site, "forward": MethodType(run, module)})
-                else:  # all recorders have the same numbers of passes
-                    self.counter.copy_(torch.maximum(self.counter, site.counter))
+                elif int(site.counter) > int(self.counter):  # all recorders have the same numbers of passes
+                    self.counter.value.fill_(int(site.counter))
                 site.parts = parts_of(module)
                 site.counter = self.counter
                 entry = (weakref.ref(self), name)
@@ -199,17 +233,27 @@ class LayerRecorder:
         self.forward_count += 1
         self.begun = self.forward_count
         self.inside, self.hidden, self.recomputed = True, False, None
-        self.current = self.forward_count
-        for module in self.layers.values():
-            if (site := module.__dict__.get(SITE)) is not None:
-                first = site.recorders and site.recorders[0][0]() is self
-                self.current = self.begun if first else site.forward_id()  # another recorder may count the passes
-                break
+        self.current = self._id_of_layers()
+        self._note_number()
+
+    def _id_of_layers(self) -> int:
+        """The forward pass that a layer is called in now: another recorder may count the passes."""
+        sites = (module.__dict__.get(SITE) for module in self.layers.values())
+        site = next((site for site in sites if site is not None), None)
+        return self.forward_id if site is None else site.forward_id()
+
+    def _note_number(self) -> None:
+        """Gives layers that are compiled by themselves a number of the forward pass that they are called in now."""
+        if self.counter.advance():
+            self.numbers[int(self.counter)] = self._id_of_layers()
+            if len(self.numbers) > MAX_NUMBERS:
+                del self.numbers[next(iter(self.numbers))]
 
     def end_pass(self, args: tuple, kwargs: dict, output: Any) -> None:
         self.inside = False
         if self.hidden and torch.is_grad_enabled():
             self._note_recomputation(output)
+        self._note_number()
         outputs = _output_tensors(output) if torch.is_grad_enabled() else []
         if not outputs:
             return
@@ -230,6 +274,7 @@ class LayerRecorder:
         def note(value: int | None, *_: Any) -> None:
             if (recorder := own()) is not None:
                 recorder.recomputed = value
+                recorder._note_number()
 
         some = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
         for node in below(some):
@@ -266,6 +311,8 @@ class LayerRecorder:
         ):  # what is called from now on, perhaps not by the model, is another pass
             self.backward_id = call.backward_id
             self.forward_count += 1
+            if not self.inside:
+                self._note_number()
         return None if self.receive is None else self.receive(call)
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:

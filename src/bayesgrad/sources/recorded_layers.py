@@ -59,7 +59,7 @@ class RecordedLayers:
         own: RecordedLayers = weakref.proxy(self)
         self.sharded = any(is_shard(p) for group in optimizer.param_groups for p in group["params"])
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
-        self.compiled_id = 0  # the latest backward pass of a compiled model
+        self.compiled_id = 0  # the latest backward pass in which layers were found
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
         self.called: set[int] = set()  # ids of the first parameters of layers with a call since the last step
@@ -94,8 +94,11 @@ class RecordedLayers:
         self.marks.close()
 
     def begin_compiled(self, call: LayerCall) -> None:
-        """Finds the layers again in the first call of a pass, if the model is compiled: its forward pass does not."""
-        if self.by_layer and call.forward_id >= COMPILED and call.backward_id != self.compiled_id:
+        """Finds the layers again in the first call of a pass whose beginning was not noted.
+
+        It is that of a compiled model, or layers were called outside of the model.
+        """
+        if self.by_layer and not 0 <= call.forward_id < COMPILED and call.backward_id != self.compiled_id:
             self.compiled_id = call.backward_id
             self.update_trainable()
 
