@@ -37,8 +37,8 @@ class SpectralFOOF(LayerOptimizer):
         model: the network; the training loop is that of any torch optimizer.
         lr: eta.
         params: parameters or param groups of the model; None for all.
-        damping: lambda, a multiple of the mean eigenvalue of A. Under a schedule, inverses are computed anew when it has
-            changed by more than a tenth.
+        damping: lambda, a multiple of the mean eigenvalue of A. Under a schedule, inverses are computed anew when it
+            has changed by more than a tenth.
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of A.
         update_every: the largest number of steps between inversions of A (early in a run, whenever the number of steps
