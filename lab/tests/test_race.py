@@ -366,6 +366,19 @@ def test_a_search_ends_runs_that_another_setting_has_beaten(tmp_path: Path, monk
     assert limits[2:] == [math.inf] * context.seeds
 
 
+@pytest.mark.parametrize(("target", "seeds"), [(-1.0, 3), (0.5, 5)])
+def test_seeds_that_cannot_change_a_median_are_not_run(
+    target: float, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of five that miss the target decide; the baseline and IVON run all, because their losses count."""
+    context = replace(at_smoke_scale(tmp_path), seeds=5)
+    monkeypatch.setattr(Race, "_run", lambda *_: torch.tensor([[0.01, 1.0, 0.5, 0.5]]))
+    for one in races(context, ["cnn"], ["sgd", "adamw", "ivon"]):
+        found = race.track(one, target, searched=False).work()
+        assert found is not None
+        assert len(found[1]) == (seeds if one.entrant.kind == "sgd" else 5)
+
+
 def test_workloads_of_different_times_make_one_page(folder: Path, tmp_path: Path) -> None:
     """A record has what each workload found, infinite times too; one of another protocol or target is refused."""
     context, path = Context(folder, "smoke", 2, say=lambda words: None), tmp_path / "all.json"
@@ -375,8 +388,9 @@ def test_workloads_of_different_times_make_one_page(folder: Path, tmp_path: Path
     tuned, _ = tracks(dict.fromkeys(WORKLOADS, math.inf), dict.fromkeys(WORKLOADS, 1.0))
     protocol, slow = SCALES["smoke"], tuned["cnn", "foof"]
     keep(tmp_path / "slow.json", protocol, {"target": 1.0}, True, slow)
-    found, targets = recorded(tmp_path / "slow.json", protocol)
+    found, targets, conditions = recorded(tmp_path / "slow.json", protocol)
     assert (found["With a search"]["cnn", "foof"], targets) == (slow, {"cnn": {"target": 1.0}})
+    assert conditions["cnn"]["torch"] == torch.__version__
     with pytest.raises(ValueError, match="with another target"):
         keep(tmp_path / "slow.json", protocol, {"target": 2.0}, True, slow)
     with pytest.raises(ValueError, match="of another protocol"):

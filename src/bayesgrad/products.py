@@ -41,6 +41,11 @@ def addmm_(target: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -
         torch.mul(mm(a, b), alpha, out=target)
 
 
+def uses_onednn() -> bool:
+    """Whether large products are by oneDNN here."""
+    return _onednn() is not None
+
+
 def _dense(matrix: Tensor) -> Tensor:
     """Without gaps between rows or columns, for which oneDNN has a slow loop alone."""
     return matrix if matrix.is_contiguous() or matrix.mT.is_contiguous() else matrix.contiguous()

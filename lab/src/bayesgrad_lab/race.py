@@ -154,6 +154,11 @@ class Race:
         """Seconds after which a run ends: the budget alone, where the loss at its end counts."""
         return self.budget * (self.protocol.limit if self.entrant.to_target else 1.0)
 
+    @property
+    def stops(self) -> bool:
+        """Whether its runs end at the target: nothing that comes later counts."""
+        return self.entrant.to_target and self.entrant.kind != BASELINE
+
     def run(self, setting: Point, seed: int, target: float, limit: float = math.inf) -> Tensor:
         """The curve of one run, from the folder where it is there: seconds, steps, score and loss of each validation.
 
@@ -162,7 +167,7 @@ class Race:
         Args:
             limit: seconds after which a run of no use ends earlier.
         """
-        if not self.entrant.to_target or self.entrant.kind == BASELINE:
+        if not self.stops:
             target, limit = -math.inf, math.inf
         trial = self.trial(setting, seed)
         return self.context.once(trial, lambda: {"curve": self._run(trial, target, limit)})["curve"]
@@ -307,9 +312,10 @@ class Track:
     searched: bool = True
 
     def work(self) -> tuple[Point, list[Tensor]] | None:
-        """The best of the settings, by one seed apart, and the curves of all seeds at it.
+        """The best of the settings, by one seed apart, and the curves of the seeds at it.
 
-        None while other processes work on some of the runs; what is left then is done.
+        Of an optimizer whose first seeds, more than half of all, miss the target, the others are not run: they change
+        no median. None while other processes work on some of the runs; what is left then is done.
         """
         race, setting = self.race, self.race.protocol.usual(self.race.entrant)
         if self.searched:
@@ -318,10 +324,15 @@ class Track:
             if found is None:
                 return None
             setting = points[min(range(len(points)), key=found.__getitem__)]
-        seeds = range(race.context.seeds)
-        if self._measure("-final", [{**setting, "seed": seed} for seed in seeds]) is None:
-            return None
-        return setting, [race.run(setting, seed, self.target) for seed in seeds]
+        seeds, curves = range(race.context.seeds), []
+        first = len(seeds) // 2 + 1
+        for suffix, some in (("-final", seeds[:first]), ("-rest", seeds[first:])):
+            if self._measure(suffix, [{**setting, "seed": seed} for seed in some]) is None:
+                return None
+            curves += [race.run(setting, seed, self.target) for seed in some]
+            if race.stops and all(math.isinf(time_to(curve, self.target)) for curve in curves):
+                break
+        return setting, curves
 
     def _measure(self, suffix: str, points: Sequence[Point]) -> list[float] | None:
         race = self.race

@@ -57,7 +57,8 @@ def fixed(protocol: Protocol, seeds: int) -> dict[str, str]:
         "known before": "settings of ours were chosen on the workloads for choosing, by single runs with the seed of "
         "the search; after these, budgets were changed from 45 s to 30 s, for the time that a race takes, and to 60 s "
         "for the GPT, because AdamW learnt little in 30 s",
-        "end of a run": f"at the target, or after {protocol.limit:g} budgets",
+        "end of a run": f"at the target, or after {protocol.limit:g} budgets; if the first {seeds // 2 + 1} of {seeds} "
+        "seeds miss the target, so does the median, and the others are not run",
         "clock": "processor time of the steps on one thread; validation and compilation do not count; "
         f"{protocol.looks} validations in a budget",
         "operations": f"matrix products, convolutions and decompositions of the first {protocol.counted} steps",
@@ -184,6 +185,11 @@ def add_targets(report: Report, context: Context, found: Mapping[str, dict]) -> 
     report.add_table("Targets", columns, rows)
 
 
+def add_conditions(report: Report, found: Mapping[str, Mapping[str, str]]) -> None:
+    """What each workload was run with."""
+    report.add_rows("Conditions", [{"workload": WORKLOADS[name].title, **entry} for name, entry in found.items()])
+
+
 # --- commands ---
 
 
@@ -213,13 +219,14 @@ def run(context: Context, workloads: Sequence[str], entrants: Sequence[str], rec
     for one, setting, curves in race.together(work):
         name = one.race.workload.name
         keep(record, protocol, race.read_json(path)[name], one.searched, race.finish(one, setting, curves))
-    tracks, targets = recorded(record, protocol)
+    tracks, targets, conditions = recorded(record, protocol)
     add_targets(report, context, targets)
     for title, track in tracks.items():
         add_times(report, title, track)
     add_losses(report, tracks)
     tuned, usual = tracks.values()
     add_settings(report, tuned)
+    add_conditions(report, conditions)
     words = (
         "Performance profiles: the part of the workloads on which an optimizer's median time to the target is at most "
         "so many times the shortest."

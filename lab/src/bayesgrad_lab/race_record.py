@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bayesgrad import products
 from bayesgrad_lab.race import Finish, Protocol
 from bayesgrad_lab.race_entrants import ENTRANTS
 from bayesgrad_lab.race_workloads import WORKLOADS
@@ -37,22 +39,30 @@ def keep(path: Path, protocol: Protocol, targets: dict[str, Any], searched: bool
         own = every["workloads"].setdefault(name, {"target": targets, "versions": {}, "results": {}})
         if own["target"] != json.loads(json.dumps(targets)):
             raise ValueError(f"{path} has results for {name} with another target: record this race in another file.")
-        own["versions"] = {**versions(), "processor": platform.machine()}
+        own["versions"] = {**versions(), **_instructions()}
         own["results"].setdefault(kind, {})[TRACKS[searched]] = entry
         write_json(path, every)
 
 
-def recorded(path: Path, protocol: Protocol) -> tuple[dict[str, Finishes], dict[str, Any]]:
-    """All results of a file, by track, and the targets by workload."""
+def _instructions() -> dict[str, str]:
+    """What decides how fast products of matrices are: ours may be by another library than those of others."""
+    own = "oneDNN" if products.uses_onednn() else "torch"
+    return {"instructions": torch.backends.cpu.get_cpu_capability(), "products of bayesgrad's optimizers": own}
+
+
+def recorded(path: Path, protocol: Protocol) -> tuple[dict[str, Finishes], dict[str, Any], dict[str, Any]]:
+    """All results of a file, by track; and by workload the targets, and what it was run with."""
     every = _opened(path, protocol)["workloads"]
     tracks: dict[str, Finishes] = {title: {} for title in TRACKS.values()}
-    for name in (name for name in WORKLOADS if name in every):
+    names = [name for name in WORKLOADS if name in every]
+    for name in names:
         for kind in (kind for kind in ENTRANTS if kind in every[name]["results"]):
             for title, entry in every[name]["results"][kind].items():
                 values = {key: _read(entry[key]) for key in NUMBERS}
                 found = Finish(WORKLOADS[name], ENTRANTS[kind], entry["setting"], **values)
                 tracks[title][name, kind] = replace(found, at_edge=entry["at_edge"])
-    return tracks, {name: own["target"] for name, own in every.items()}
+    targets, conditions = ({name: every[name][part] for name in names} for part in ("target", "versions"))
+    return tracks, targets, conditions
 
 
 def _opened(path: Path, protocol: Protocol) -> dict[str, Any]:
