@@ -18,7 +18,20 @@ from bayesgrad_lab import race, race_page
 from bayesgrad_lab.cli import main
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.methods import peer
-from bayesgrad_lab.race import LOSS, SCALES, Clock, Finish, Protocol, Race, at, races, slowness, time_to, within
+from bayesgrad_lab.race import (
+    LOSS,
+    SCALES,
+    Clock,
+    Finish,
+    Protocol,
+    Race,
+    at,
+    races,
+    slowness,
+    steps_to,
+    time_to,
+    within,
+)
 from bayesgrad_lab.race_entrants import ENTRANTS, Muon, orthogonalised
 from bayesgrad_lab.race_flops import counted
 from bayesgrad_lab.race_record import keep, recorded
@@ -182,7 +195,9 @@ def test_schedules_are_in_seconds() -> None:
 
 def test_what_a_curve_says() -> None:
     curve = torch.tensor([[1.0, 10, 0.5, 2.0], [2.0, 20, 0.3, 1.5], [3.0, 30, 0.4, 1.8], [4.0, 40, 0.2, 1.4]])
-    assert time_to(curve, 0.3) == 2.0
+    assert (time_to(curve, 0.3), steps_to(curve, 0.3)) == (2.0, 20.0)
+    assert (time_to(curve, 0.35), steps_to(curve, 0.35)) == (pytest.approx(1.75), pytest.approx(17.5))
+    assert time_to(curve, 0.6) == 1.0
     assert time_to(curve, 0.1) == math.inf
     assert within(curve, 3.5) == pytest.approx(0.3)
     assert at(curve, 3.5) == pytest.approx(1.8)

@@ -165,7 +165,7 @@ class Race:
         One that does not stop at the target goes on to its own limit, so that it is the same for every target.
 
         Args:
-            limit: seconds after which a run of no use ends earlier.
+            limit: seconds after which a target is reached too late to matter; the run ends a validation later.
         """
         if not self.stops:
             target, limit = -math.inf, math.inf
@@ -191,7 +191,7 @@ class Race:
                 look = self.budget / protocol.looks * (1 + clock.seconds * protocol.looks // self.budget)
                 if scores[0] <= target or not all(map(math.isfinite, scores)):
                     break
-            if clock.seconds >= min(limit, self.limit):
+            if clock.seconds >= min(limit + self.budget / protocol.looks, self.limit):
                 break
         curve = torch.tensor(rows, dtype=torch.float64).view(-1, 4)
         best = curve[:, VALUE].min().item() if len(curve) else math.inf
@@ -250,13 +250,22 @@ def _evaluated(model: nn.Module, optimizers: Sequence[Any], task: Task, device: 
 
 def time_to(curve: Tensor, target: float) -> float:
     """Seconds until the score was first as low as the target; infinite if it never was."""
-    found = curve[curve[:, VALUE] <= target, SECONDS]
-    return found[0].item() if len(found) else math.inf
+    return _crossing(curve, target, SECONDS)
 
 
 def steps_to(curve: Tensor, target: float) -> float:
-    found = curve[curve[:, VALUE] <= target, STEPS]
-    return found[0].item() if len(found) else math.inf
+    return _crossing(curve, target, STEPS)
+
+
+def _crossing(curve: Tensor, target: float, column: int) -> float:
+    """Where the score reaches the target, on the line between the validations before and after."""
+    found = (curve[:, VALUE] <= target).nonzero()
+    if not len(found):
+        return math.inf
+    last = int(found[0])
+    before, after = curve[max(0, last - 1)], curve[last]
+    part = (before[VALUE] - target) / (before[VALUE] - after[VALUE]) if last else 1.0
+    return before[column].lerp(after[column], part).item()
 
 
 def within(curve: Tensor, seconds: float, column: int = VALUE) -> float:

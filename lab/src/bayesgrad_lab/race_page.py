@@ -60,7 +60,7 @@ def fixed(protocol: Protocol, seeds: int) -> dict[str, str]:
         "end of a run": f"at the target, or after {protocol.limit:g} budgets; if the first {seeds // 2 + 1} of {seeds} "
         "seeds miss the target, so does the median, and the others are not run",
         "clock": "processor time of the steps on one thread; validation and compilation do not count; "
-        f"{protocol.looks} validations in a budget",
+        f"{protocol.looks} validations in a budget, and the target is reached on the line between two of them",
         "operations": f"matrix products, convolutions and decompositions of the first {protocol.counted} steps",
         "rule": f"medians over seeds: at most {FAST[0]} x the best other time on {FAST[1]} workloads, at most "
         f"{LEVEL[0]} x on {LEVEL[1]} more; without a search, one optimizer faster than AdamW on {USUAL}",
