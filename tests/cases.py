@@ -322,7 +322,7 @@ LAYERWISE = (
     ),
     Case("FOOF-backward", optim.FOOF, {"precondition": "backward"}, (), FOOF, layers=True),
     Case("SpectralFOOF", optim.SpectralFOOF, {"lr": 0.01}, bad=FOOF, layers=True),
-    Case("SpectralFOOF-plain", optim.SpectralFOOF, {"momentum": 0.0, "weight_decay": 0.1}, (), layers=True),
+    Case("SpectralFOOF-plain", optim.SpectralFOOF, {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.1}, (), layers=True),
     Case("KFAC", optim.KFAC, {}, (), KFAC, layers=True),
     Case("KFAC-backward", optim.KFAC, {"precondition": "backward", "momentum": 0.5}, bad=KFAC, layers=True),
     Case("KFAC-exact", optim.KFAC, {"lr": 0.01, "momentum": 0.5, "exact_damping": True, "max_factor": 64}, layers=True),
