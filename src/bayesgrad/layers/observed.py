@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesgrad.layers.call import COMPILED, LayerCall
 from bayesgrad.layers.class_dimension import layer_dim, softmax_dim
 from bayesgrad.likelihoods import Likelihood, classes_second, named
 
@@ -77,6 +78,23 @@ def loss_weights(kind: Likelihood, outputs: Tensor, labels: Tensor | None, weigh
             f"weights must be a tensor of shape {tuple(shape)}, with one entry for each loss, got {given}."
         )
     return _like(weights if kept is None else weights * kept, outputs)
+
+
+class ObservedShares:
+    """The part of the losses of each forward pass that counts; passes of compiled models have one entry."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, Tensor] = {}
+
+    def note(self, forward_id: int, likelihood: Any, outputs: Any, labels: Tensor | None, weights: Any) -> None:
+        """Notes which losses of a pass count, if not all of them do."""
+        each = loss_weights(named(likelihood), outputs, labels, weights) if isinstance(outputs, Tensor) else None
+        if each is not None:
+            self._shares[forward_id] = self._shares[COMPILED] = each.mean()
+
+    def of(self, call: LayerCall) -> Tensor | None:
+        """The part for the pass of a call; None for all losses."""
+        return self._shares.get(min(call.forward_id, COMPILED))
 
 
 def _like(weights: Tensor, outputs: Tensor) -> Tensor:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import likelihoods
 from bayesgrad.directions import Direction, Directions
 from bayesgrad.distributed import Job
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import COMPILED, LayerCall, Pair
+from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
-from bayesgrad.layers.observed import loss_weights
+from bayesgrad.layers.observed import ObservedShares
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
@@ -66,21 +65,20 @@ class LayerBelief(LayerPreconditioner):
     def forget(self, observed: bool) -> None:
         super().forget(observed)
         if observed:
-            # The part of the losses of a forward pass that counts; those of compiled models share an entry.
-            self.shares: dict[int, float] = {}
+            self.shares = ObservedShares()
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         super().observe(outputs, loss, labels, weights)
-        if isinstance(outputs, Tensor) and not all(map(self.from_labels, self.optimizer.param_groups)):
-            likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
-            if (each := loss_weights(likelihood, outputs, labels, weights)) is not None:
-                self.shares[self.recorded.recorder.current] = self.shares[COMPILED] = float(each.mean())
+        groups = self.optimizer.param_groups
+        if not all(map(self.from_labels, groups)):
+            self.shares.note(self.recorded.recorder.current, groups[0]["likelihood"], outputs, labels, weights)
 
     def _add(
         self, found: Collected, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1
     ) -> None:
-        if found is self.from_passes:
-            share = self.shares.get(min(call.forward_id, COMPILED), 1.0)
+        part = self.shares.of(call) if found is self.from_passes else None
+        if part is not None and self.due(layer, self.groups[layer.owner]):
+            share = float(part)
         super()._add(found, layer, call, forward, share)
 
     @abstractmethod

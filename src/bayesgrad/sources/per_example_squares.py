@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import layers, likelihoods
+from bayesgrad import layers
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import COMPILED, LayerCall, loss_id
+from bayesgrad.layers.call import LayerCall, loss_id
 from bayesgrad.layers.layout import ForwardPass
-from bayesgrad.layers.observed import loss_weights
+from bayesgrad.layers.observed import ObservedShares
 from bayesgrad.layers.pass_losses import PassLosses
 from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.statistics import SPLIT
@@ -84,8 +84,7 @@ class PerExampleSquares(Source):
         self.lost: str | None = None  # a layer that got errors of a pass that was squared before
         self.mixed: set[int] = set()  # ids of parameters of layers that mix examples
         if observed:
-            # The part of the losses of a forward pass that counts; those of compiled models share an entry.
-            self.shares: dict[int, Tensor] = {}
+            self.shares = ObservedShares()
 
     def returned(self, outputs: list[Tensor], arguments: Any) -> None:
         """Finds out which rows of layers belong to which example."""
@@ -137,7 +136,7 @@ class PerExampleSquares(Source):
         per_example = self.optimizer.param_groups[0]["losses_per_example"]
         count = self.recorded.losses(call, forward, per_example)
         count = layers.examples_in(call.module, call.input) if count is None else count
-        share = self.shares.get(min(call.forward_id, COMPILED))
+        share = self.shares.of(call)
         return count if share is None else count * share
 
     def _square(self, count: Any, calls: Sequence[LayerCall]) -> None:
@@ -183,10 +182,7 @@ class PerExampleSquares(Source):
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         recorder, group = self.recorded.recorder, self.optimizer.param_groups[0]
         if self.fisher == "empirical":
-            if isinstance(outputs, Tensor) and (labels is not None or weights is not None):
-                each = loss_weights(likelihoods.named(group["likelihood"]), outputs, labels, weights)
-                if each is not None:
-                    self.shares[recorder.current] = self.shares[COMPILED] = each.mean()
+            self.shares.note(recorder.current, group["likelihood"], outputs, labels, weights)
             return
         check_outputs(outputs)
         forward, share = self.observed_pass(outputs, labels, weights)
