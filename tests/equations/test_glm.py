@@ -73,6 +73,52 @@ def test_intercepts_are_free_as_in_scikit_learn() -> None:
     assert_allclose(GLM().fit(rows, y).intercept_, Ridge(alpha=1.0).fit(rows, y).intercept_, rtol=1e-6)
 
 
+def test_intercepts_of_large_targets_are_not_shrunk() -> None:
+    """Prices of 200,000, noise of 30,000: the intercept is scikit-learn's, and predictions have the mean of targets."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(200, 2))
+    y = 200_000 + 50_000 * rows[:, 0] + 30_000 * rng.normal(size=200)
+    model = GLM(noise_scale=30_000.0, prior_precision=1e-9).fit(rows, y)
+    peer = Ridge(alpha=1e-9 * 30_000**2).fit(rows, y)
+    assert_allclose([model.intercept_, *model.coef_], [peer.intercept_, *peer.coef_], rtol=1e-8)
+    learned = GLM(noise_scale="learn", prior_precision="learn").fit(rows, y)
+    assert_allclose(learned.predict(rows).mean(), y.mean(), rtol=1e-6)
+    assert_allclose(learned.noise_scale_, 30_000, rtol=0.2)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "student-t"])
+def test_units_of_targets_are_units_of_intercepts(likelihood: str) -> None:
+    """Targets in units of 10^-5 have weights times 10^5 and a bound that differs by the densities' factor, 10^-5."""
+    rng = np.random.default_rng(1)
+    y = 20 + SIGNAL + rng.standard_t(5, size=60)
+    model = GLM(likelihood, prior_precision=0.1, tol=1e-12).fit(X, y)
+    large = GLM(likelihood, noise_scale=1e5, prior_precision=1e-11, tol=1e-12).fit(X, 1e5 * y)
+    assert_allclose(large.coef_, 1e5 * model.coef_, rtol=1e-5)
+    assert_allclose(large.intercept_, 1e5 * model.intercept_, rtol=1e-7)
+    assert_allclose(large.elbo_, model.elbo_ - 60 * np.log(1e5), rtol=1e-9)
+
+
+def test_the_prior_of_intercepts_has_the_mean_square_of_targets() -> None:
+    """Weighted and less offsets, of a stream that of its first batch; targets below 1 and counts have 1e-6."""
+    rng = np.random.default_rng(2)
+    weights, offset = rng.uniform(size=60), 50 * rng.normal(size=60)
+    given, counts = [weights, offset], rng.poisson(5.0, size=60)
+    for model, y, square in (
+        (GLM(), 100 * SIGNAL, np.average((100 * SIGNAL - offset) ** 2, weights=weights)),
+        (GLM(), 1e-3 * SIGNAL + offset, 1.0),
+        (GLM("poisson"), counts, 1.0),
+    ):
+        shown = given if model.likelihood == "gaussian" else [weights]
+        same = GLM(model.likelihood, intercept_precision=1e-6 / square).fit(X, y, *shown)
+        assert_allclose(model.fit(X, y, *shown).elbo_, same.elbo_, rtol=1e-12)
+        assert model.get_params()["intercept_precision"] is None
+    y = 100 * SIGNAL
+    stream = GLM().partial_fit(X[:20], y[:20]).partial_fit(X[20:], y[20:])
+    whole = GLM(intercept_precision=1e-6 / np.mean(y[:20] ** 2)).fit(X, y)
+    assert_allclose(stream.elbo_, whole.elbo_, rtol=1e-9)
+    assert_allclose(stream.intercept_, whole.intercept_, rtol=1e-8)
+
+
 def test_multinomial_at_the_mode() -> None:
     rows, y = standardised(load_iris)
     model = GLM("multinomial", expectation="delta", prior_precision=2.0, tol=1e-13).fit(rows, y)
@@ -264,7 +310,8 @@ def test_robust_regression_ignores_outliers() -> None:
 
 
 def test_streamed_gaussian_batches_are_the_whole() -> None:
-    whole, parts = GLM(noise_scale=0.5).fit(X, SIGNAL), GLM(noise_scale=0.5)
+    options = dict(noise_scale=0.5, intercept_precision=1e-6)  # by default it depends on the first batch
+    whole, parts = GLM(**options).fit(X, SIGNAL), GLM(**options)
     for rows, y in zip(np.split(X, 6), np.split(SIGNAL, 6)):
         parts.partial_fit(rows, y)
     assert_allclose(parts.coef_, whole.coef_, rtol=1e-9)

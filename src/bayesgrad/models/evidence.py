@@ -14,6 +14,7 @@ from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome
 from bayesgrad.models.observations import fit_hyperparameters
 
 OFF = 1e10  # precision of a prior, in units of that of the data, at which a column is switched off
+FLAT = 1e-6  # precision of the prior of an intercept, for targets of unit size
 Fit = Callable[[LinearPosterior, Belief | None], Outcome]
 
 
@@ -76,6 +77,15 @@ def first_precision(
     elif observation.least_squares:
         spread = spread / max(float(y.var(correction=0)), torch.finfo(y.dtype).tiny)
     return torch.diag(spread if prior == "each" else spread.mean().expand(features))
+
+
+def flat_precision(y: Tensor, weights: Tensor | None, offsets: Tensor | None, observation: Any) -> float:
+    """The precision of a nearly flat prior of the intercept, in units of targets that are numbers and above 1."""
+    if not observation.least_squares:
+        return FLAT
+    squares = (y if offsets is None else y - offsets).square()
+    size = float(squares.mean() if weights is None else weights @ squares / weights.sum())
+    return max(FLAT / max(1.0, size), torch.finfo(y.dtype).tiny)
 
 
 def _candidates(

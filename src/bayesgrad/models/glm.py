@@ -26,7 +26,7 @@ from bayesgrad.models import checks
 from bayesgrad.models.checks import as_numpy, like
 from bayesgrad.models.designs import Design, SparseDesign, as_design
 from bayesgrad.models.estimator import OBSERVATIONS, Supervised, classifies
-from bayesgrad.models.evidence import first_precision, maximise_evidence
+from bayesgrad.models.evidence import first_precision, flat_precision, maximise_evidence
 from bayesgrad.models.known_weights import KnownWeights, known_weights
 from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome, predictor_covariances
 from bayesgrad.models.multinomial import Multinomial, quadrature
@@ -66,8 +66,9 @@ class GLM(Supervised):
             `"delta"`: at the mean, which is Newton's method and the Laplace approximation. `"mc"`: 64 samples for each
             x'θ, the same in each step.
         fit_intercept: whether to add an intercept to x'θ.
-        intercept_precision: the prior precision of the intercept; nearly flat by default, because scikit-learn does
-            not penalise it.
+        intercept_precision: the prior precision of the intercept. None is nearly flat, because scikit-learn does not
+            penalise it: 1e-6, divided by the mean square of the targets of `"gaussian"` and `"student-t"`, less
+            offsets, if that is above 1. `partial_fit` takes the targets of the first batch.
         noise_scale: standard deviation of the noise of `"gaussian"`, scale of `"student-t"`: a number, or `"learn"`,
             which maximises the bound on the evidence.
         dof: degrees of freedom of `"student-t"`: a number, or `"learn"`.
@@ -115,7 +116,7 @@ class GLM(Supervised):
     prior_precision: Any = 1.0
     expectation: str = "quadrature"
     fit_intercept: bool = True
-    intercept_precision: float = 1e-6
+    intercept_precision: float | None = None
     noise_scale: float | str = 1.0
     dof: float | str = 4.0
     max_iter: int = 100
@@ -228,8 +229,8 @@ class GLM(Supervised):
         self._remember_settings()
         for name in ("intercept_precision", "noise_scale", "dof"):
             value = getattr(self, name)
-            learned = name != "intercept_precision" and isinstance(value, str) and value == LEARN
-            if not learned and not (isinstance(value, Real) and 0 < float(value) < math.inf):
+            chosen = value is None if name == "intercept_precision" else isinstance(value, str) and value == LEARN
+            if not chosen and not (isinstance(value, Real) and 0 < float(value) < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
         observation: Any = OBSERVATIONS[self.likelihood]
         if not observation.classifies:
@@ -260,12 +261,6 @@ class GLM(Supervised):
         if self.likelihood == "poisson" and targets.min() < 0:
             raise ValueError(f"y must be non-negative counts, got {targets.min():g}.")
         return super()._encode(targets, rows)
-
-    def _block(self, coefficients: Tensor) -> Tensor:
-        """The prior precision of the weights of one output, for that of its coefficients; the intercept is last."""
-        if not self.fit_intercept:
-            return coefficients
-        return torch.block_diag(coefficients, coefficients.new_full((1, 1), self.intercept_precision))
 
     def _outputs(self) -> int:
         return len(self.classes_) - 1 if isinstance(self._observation, Multinomial) else 1
@@ -300,7 +295,12 @@ class GLM(Supervised):
                 precision = first_precision(learned, design, y, weights, self._observation, features)
             else:
                 precision = checks.require_precision("prior_precision", self.prior_precision, features).to(y)
-            precision = torch.block_diag(*[self._block(precision)] * outputs)
+            blocks = [precision]  # of one output: the coefficients, then the intercept
+            if self.fit_intercept:
+                given = self.intercept_precision
+                flat = flat_precision(y, weights, offsets, self._observation) if given is None else float(given)
+                blocks.append(precision.new_full((1, 1), flat))
+            precision = torch.block_diag(*blocks * outputs)
             mean = torch.zeros_like(precision[0])
         else:
             mean, precision = NORMAL.moments(tuple(part.to(y) for part in prior))[0], -2 * prior[1].to(y)
