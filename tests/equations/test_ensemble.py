@@ -270,6 +270,31 @@ def test_chains_start_around_the_model() -> None:
     assert all(torch.equal(w[2], p) for w, p in zip(Chains(model, 3).weights().values(), model.parameters()))
 
 
+def test_chains_keep_weights_that_are_not_trained() -> None:
+    """A frozen layer is the model's in all copies, at the start and after steps; others start as before."""
+    model, everything = network(), Chains(network(), 3, spread=0.5, seed=1).weights()
+    frozen = model[0].requires_grad_(False)  # pyright: ignore[reportIndexIssue]
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 3, generator=generator).double(), torch.randint(2, (20,), generator=generator)
+    chains = Chains(model, 3, spread=0.5, seed=1)
+    started = chains.weights()
+    assert set(started) == {"2.weight", "2.bias"}
+    for name, weights in started.items():
+        assert torch.equal(weights, everything[name])
+    started = {name: weights.clone() for name, weights in started.items()}
+    ensemble, sampler = Ensemble(chains), Langevin(chains, lr=0.01, num_data=20, metric="identity", seed=0)
+    for _ in range(3):
+        sampler.zero_grad()
+        chains.loss(chains(x), y, F.cross_entropy).backward()
+        sampler.step()
+        ensemble.collect()
+    for name, p in frozen.named_parameters():
+        assert torch.equal(chains.get_parameter(f"0/{name}"), p.expand(3, *p.shape))
+    assert set(ensemble.posterior(model).members) == set(started)
+    assert all(not torch.equal(weights, started[name]) for name, weights in chains.weights().items())
+    assert {name for name, p in chains.named_parameters() if p.requires_grad} == {"2/weight", "2/bias"}
+
+
 def test_chains_refuse_what_copies_would_share() -> None:
     with pytest.raises(ValueError, match="Chains does not support 1: "):
         Chains(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2)

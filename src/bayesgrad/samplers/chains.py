@@ -28,7 +28,8 @@ class Chains(nn.Module):
     torch.Size([4, 5, 2])
 
     Args:
-        model: without buffers that change in training (BatchNorm) and without dropout; it is copied.
+        model: without buffers that change in training (BatchNorm) and without dropout; it is copied. Weights that are
+            not trained (`requires_grad=False`) stay as they are in all copies.
         count: the number of chains.
         spread: standard deviation of noise that is added to each copy's weights; R-hat needs different starting points.
         seed: of that noise; None draws one from torch's global generator.
@@ -52,13 +53,13 @@ class Chains(nn.Module):
         self._template = [copies[0].to("meta")]  # in a list, so that it is not registered as a submodule
         self._buffers_of = {name: value[0] for name, value in buffers.items()}
         for i, (own, name) in enumerate(self.names.items()):
-            value = stacked[name].detach()
-            if spread:
+            value, trained = stacked[name].detach(), stacked[name].requires_grad
+            if spread and trained:
                 seed = noise.fresh_seed() if seed is None else seed
                 first, second = noise.key(seed, i)
                 square, angle = noise.normal_parts(noise.positions(0, value), first, second)
                 value = value + spread * (square.sqrt() * angle).to(value).view_as(value)
-            self.register_parameter(own, nn.Parameter(value.clone()))
+            self.register_parameter(own, nn.Parameter(value.clone(), requires_grad=trained))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Outputs (count, batch, ...) of all copies for the same inputs."""
@@ -74,8 +75,9 @@ class Chains(nn.Module):
         return vmap(criterion, in_dims=(0, None))(outputs, labels).sum()
 
     def weights(self) -> dict[str, Tensor]:
-        """Name in the model -> (count, *shape)."""
-        return {name: self.get_parameter(own).detach() for own, name in self.names.items()}
+        """Name in the model -> (count, *shape), of the weights that are trained."""
+        stacked = {name: self.get_parameter(own) for own, name in self.names.items()}
+        return {name: weight.detach() for name, weight in stacked.items() if weight.requires_grad}
 
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
