@@ -259,6 +259,22 @@ def test_forecast_of_counts() -> None:
     assert_close(found.covariance[0, 0, 0], rate + rate**2 * np.expm1(v), rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_few_times_with_several_columns_of_counts(length: int) -> None:
+    """Three independent states, each with counts of its own, are as if alone, also at fewer times than columns."""
+    one, eye = [[1.0]], np.eye(3)
+    y = np.random.default_rng(0).poisson(4.0, size=(length, 3)).astype(float)
+    options = dict(likelihood="poisson", tol=1e-15)
+    found = LinearStateSpace(0.8 * eye, eye, eye, **options).smooth(y)
+    alone = [LinearStateSpace([[0.8]], one, one, **options).smooth(y[:, [k]]) for k in range(3)]
+    assert_close(found.mean, np.concatenate([part.mean for part in alone], 1), rtol=0, atol=1e-6)
+    spread = np.concatenate([part.covariance[..., 0] for part in alone], 1)
+    assert_close(found.covariance, spread[..., None] * eye, rtol=0, atol=1e-6)
+    assert_close(float(found.log_likelihood), sum(float(part.log_likelihood) for part in alone), rtol=1e-8, atol=0)
+    varying = LinearStateSpace(0.8 * eye, eye, np.stack([eye] * 5), **options).smooth(y)  # longer than y
+    assert_close(varying.mean, found.mean, rtol=0, atol=1e-8)
+
+
 def test_improper_sites_are_outside() -> None:
     """A precision of -3 on a state with prior precision 1 leaves nothing; -0.5 leaves a half."""
     from bayesgrad.models.state_space import ChainWithSites

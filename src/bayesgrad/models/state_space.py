@@ -383,8 +383,7 @@ class ChainWithSites(WithSites):
         posterior = self.at(natural)
         if posterior.marginals is None:
             smooth, _ = posterior.found.smoothed()
-            H = self.observation[:, None] if self.observation.dim() == 3 else self.observation
-            H = H[: self.length]
+            H = self.observation[: self.length, None] if self.observation.dim() == 3 else self.observation
             mean, variance = kalman.times(H, smooth.mean), ((H @ smooth.covariance) * H).sum(-1)
             posterior.marginals = mean.transpose(0, 1).flatten(1), variance.transpose(0, 1).flatten(1)
         return posterior.marginals
