@@ -407,6 +407,21 @@ def test_several_classes_are_one_against_the_rest_each() -> None:
     assert two.latent(X)[0].shape == (60,)
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+@pytest.mark.parametrize("options", [{}, {"inducing": 5}, {"likelihood": "logistic"}])
+def test_arrays_may_change_after_fit(kind, options: dict) -> None:
+    """Predictions are those of the data at the time of `fit`."""
+    new = np.array([[1.5], [4.0]])
+    X = kind(np.linspace(0, 6, 30)[:, None])
+    y = kind(np.arange(30) % 3 if "likelihood" in options else np.sin(np.linspace(0, 6, 30)))
+    model = GaussianProcess(optimizer=None, **options).fit(X, y)
+    before = model.latent(new)
+    X *= 0
+    y *= 0
+    for found, expected in zip(model.latent(new), before):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("likelihood", ["gaussian", "logistic"])
 def test_scikit_learns_checks(likelihood: str) -> None:

@@ -129,7 +129,7 @@ class GaussianProcess(Supervised):
                 "expectation=Delta() (the Laplace approximation) needs optimizer=None, no inducing points and a "
                 "log-concave likelihood: use expectation=None."
             )
-        self.X_, self._y, self._expect = rows, target, expect
+        self.X_, self._y, self._expect = rows.clone(), target, expect  # rows may be a view of X
         if self.inducing is None and self.batch_size is not None:
             raise ValueError("batch_size needs inducing points: set inducing as well.")
         fit = self._fit_dense if self.inducing is None else self._fit_induced
