@@ -255,6 +255,21 @@ def test_refusals(model: HiddenMarkov, rows, lengths, message: str) -> None:
     assert not hasattr(model, "startprob_")
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, np.ndarray.tolist, list, "frame"])
+@pytest.mark.parametrize("emissions", ["gaussian", "categorical"])
+def test_lengths_in_the_place_of_y_are_refused(kind, emissions: str) -> None:
+    """In every kind of X whose entries are rows; a y of as many rows is ignored, as in scikit-learn."""
+    rows = X if emissions == "gaussian" else SYMBOLS[:, None]
+    kind = pytest.importorskip("pandas").DataFrame if kind == "frame" else kind
+    given = kind(rows if emissions == "gaussian" or kind is not list else SYMBOLS)
+    model = HiddenMarkov(2, emissions=emissions, random_state=0)
+    fitted = HiddenMarkov(2, emissions=emissions, random_state=0).fit(given, STATES)
+    assert fitted.elbo_ == model.fit(rows).elbo_
+    for call in (model.fit, model.partial_fit, fitted.score):
+        with pytest.raises(ValueError, match="y is ignored, but has 2 entries for 60 rows: pass lengths by keyword"):
+            call(given, [25, 35])
+
+
 def test_refusals_of_predictions() -> None:
     with pytest.raises(NotFittedError):
         HiddenMarkov().predict(X)

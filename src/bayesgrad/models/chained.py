@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from sklearn.utils.validation import _num_samples
 from torch import Tensor
 
 from bayesgrad.families import Parameters, Point
@@ -257,6 +258,9 @@ def check_possible(log_weight: Tensor) -> None:
         )
 
 
-def check_ignored_y(X: Any, y: Any) -> None:
-    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
-        raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")
+def check_ignored_y(X: Any, y: Any, dims: int) -> None:
+    """Raises a ValueError for lengths that are passed as y, with the rows of arrays, data frames or nested lists."""
+    if SequenceInput(X).is_list(dims) or np.ndim(y) != 1:
+        return
+    if len(y) != (rows := _num_samples(X)):
+        raise ValueError(f"y is ignored, but has {len(y)} entries for {rows} rows: pass lengths by keyword.")

@@ -152,7 +152,7 @@ class HiddenMarkov(Latent):
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Fits X and discards previous fits. y is ignored."""
-        chained.check_ignored_y(X, y)
+        chained.check_ignored_y(X, y, self._dims)
         super().fit(chained.SequenceInput(X, lengths))
         if self.method == "em" and self._dims > 1:
             chained.warn_if_degenerate(self._gaussians()[1])
@@ -160,7 +160,7 @@ class HiddenMarkov(Latent):
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
-        chained.check_ignored_y(X, y)
+        chained.check_ignored_y(X, y, self._dims)
         return super().partial_fit(chained.SequenceInput(X, lengths))
 
     def _read(self, X: Any, *, reset: bool) -> chained.Sequences:
@@ -394,7 +394,7 @@ class HiddenMarkov(Latent):
 
     def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
         """The sum of `log_likelihood` divided by the number of rows of X. y is ignored."""
-        chained.check_ignored_y(X, y)
+        chained.check_ignored_y(X, y, self._dims)
         _, data, logs = self._prepare(X, lengths)
         return float(markov.smoothed(*logs, data.layout).log_weight.sum()) / len(data.layout.rows)
 
