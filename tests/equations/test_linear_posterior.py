@@ -174,6 +174,39 @@ def test_relevance_of_columns() -> None:
     assert many.elbo_ > GLM("multinomial").fit(X, TARGETS["multinomial"]).elbo_
 
 
+@pytest.mark.parametrize("likelihood", ["gaussian", "poisson", "student-t", "multinomial"])
+@pytest.mark.parametrize("prior", ["learn", "ard"])
+def test_columns_of_zeros_are_switched_off(likelihood: str, prior: str) -> None:
+    """As of a category that no row has: the model of the other columns, and predictions that are finite."""
+    options = dict(prior_precision=prior, tol=1e-11, max_iter=500)
+    options |= {"noise_scale": "learn"} if likelihood in ("gaussian", "student-t") else {}
+    y = TARGETS[likelihood]
+    rows = np.c_[X, np.zeros(60)]
+    model, other = GLM(likelihood, **options).fit(rows, y), GLM(likelihood, **options).fit(X, y)
+    precisions = np.broadcast_to(model.prior_precision_, 4)
+    if prior == "ard":
+        assert_allclose(model.elbo_, other.elbo_, rtol=1e-7)
+        assert_allclose(model.coef_[..., :3], other.coef_, rtol=0, atol=1e-3)
+        assert precisions[3] >= 1e3 * precisions[:3].min()
+    assert np.isfinite(precisions).all()
+    assert (precisions > 1e-3).all()
+    assert (model.coef_[..., 3] == 0).all()
+    assert (model.coef_covariance_.diagonal() < 1e3).all()
+    unit = np.eye(4)[3:]
+    if likelihood != "multinomial":
+        assert np.isfinite(model.predict(unit, return_std=True)).all()
+
+
+@pytest.mark.parametrize("fit_intercept", [True, False])
+@pytest.mark.parametrize("prior", ["learn", "ard"])
+def test_no_column_with_data_leaves_the_prior(prior: str, fit_intercept: bool) -> None:
+    """The bound does not depend on precisions: they stay where the search starts, 1 for targets of size 1."""
+    y = TARGETS["gaussian"] / TARGETS["gaussian"].std()
+    model = GLM(prior_precision=prior, fit_intercept=fit_intercept).fit(np.zeros((60, 2)), y)
+    assert_allclose(np.broadcast_to(model.prior_precision_, 2), 1.0, rtol=1e-12)
+    assert_allclose(model.coef_covariance_, np.eye(2), rtol=1e-12)
+
+
 # --- weights, offsets, sparse rows ---
 
 

@@ -37,6 +37,7 @@ def maximise_evidence(
         s^2 \leftarrow |y - Xm|^2 / (n - \textstyle\sum_j \gamma_j)
 
     takes few iterations. Where it would decrease the bound, the slower step of EM replaces it, which never does.
+    A column of zeros, on which the bound does not depend, is switched off.
 
     Args:
         fit: the outcome of a posterior, from the last belief.
@@ -66,12 +67,17 @@ def maximise_evidence(
 def first_precision(
     prior: str, design: Design, y: Tensor, weights: Tensor | None, observation: Any, features: int
 ) -> Tensor:
-    """A prior of the coefficients that is worth one row, (P, P), where the search for a better one starts."""
+    """A prior of the coefficients that is worth one row, (P, P), where the search for a better one starts.
+
+    A column of zeros, about which the data say nothing, has that of the mean of the others.
+    """
     ones = torch.ones_like(y) if weights is None else weights
     total = ones.sum()
     squares, sums = design.gram(ones).diagonal(), design.pull(ones)
     least = 1e-12 * squares.max() / total + torch.finfo(y.dtype).tiny
     spread = (squares / total - (sums / total).square())[:features].clamp(min=float(least))
+    seen = squares[:features] > 0
+    spread = torch.where(seen, spread, spread[seen].mean() if seen.any() else 1.0)
     if observation.classifies:
         spread = spread / 4  # at most the information of a label about its logit
     elif observation.least_squares:
@@ -120,8 +126,12 @@ def _prior_precision(
         found = (1 - alpha * variance).clamp(min=0).sum(dims) / mean.square().sum(dims)
     else:
         found = torch.ones_like(mean).sum(dims) / (mean.square() + variance).sum(dims)
-    most = OFF * data.clamp(min=torch.finfo(data.dtype).tiny).mean(dims)
+    scale = data.clamp(min=torch.finfo(data.dtype).tiny).mean(dims)
+    known = scale.max()  # columns without data are switched off in units of the others, if there are any
+    most = OFF * torch.where(scale > torch.finfo(data.dtype).eps ** 2 * known, scale, known)
     found = torch.minimum(torch.nan_to_num(found, nan=torch.inf, posinf=torch.inf), most)
+    if not bool((data > 0).any()):
+        found = alpha.mean(dims)
     diagonal = posterior.precision.diagonal().clone().view(K, -1)
     diagonal[:, :features] = found
     return torch.diag(diagonal.flatten())
