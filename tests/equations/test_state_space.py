@@ -275,6 +275,20 @@ def test_few_times_with_several_columns_of_counts(length: int) -> None:
     assert_close(varying.mean, found.mean, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_drawn_paths_of_counts_follow_a_chain_that_varies(sequences: int) -> None:
+    """Over 20,000 draws the smoothed moments, within five standard errors; one sequence, and as many as times."""
+    F, Q = np.array([0.0, 1.0, 0.3, 0.9, 5.0])[:, None, None], np.array([0.3, 0.1, 0.9, 0.2, 7.0])[:, None, None]
+    y = np.random.default_rng(0).poisson(3.0, size=(sequences, 4, 1)).astype(float)
+    y[:, 2:] = np.nan  # these states depend on the chain alone
+    y = y[0] if sequences == 1 else y
+    model = LinearStateSpace(F, Q, [[1.0]], likelihood="poisson")
+    draws, states = model.sample(y, 20_000)[..., 0], model.smooth(y)
+    variance = states.covariance[..., 0, 0]
+    assert (np.abs(draws.mean(0) - states.mean[..., 0]) <= 5 * np.sqrt(variance / 20_000)).all()
+    assert (np.abs(draws.var(0) - variance) <= 5 * variance * np.sqrt(2 / 20_000)).all()
+
+
 def test_improper_sites_are_outside() -> None:
     """A precision of -3 on a state with prior precision 1 leaves nothing; -0.5 leaves a half."""
     from bayesgrad.models.state_space import ChainWithSites

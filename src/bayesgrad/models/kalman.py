@@ -185,8 +185,8 @@ class Backward(NamedTuple):
 
 
 def backward(chain: Chain, filtered: StateMoments) -> Backward:
-    F, Q, *_ = chain
     mean, covariance = filtered.mean[:-1], filtered.covariance[:-1]
+    F, Q = (part[: len(mean), None] if part.dim() == 3 else part for part in chain[:2])
     ahead = F @ covariance @ F.mT + Q
     gain = _solve(ahead, F @ covariance).mT
     rest = eye_like(covariance) - gain @ F
