@@ -226,6 +226,20 @@ def test_two_classes_are_logistic_with_twice_the_variance() -> None:
         assert_allclose(both.predict_proba(rows), single.predict_proba(rows), atol=1e-7)
 
 
+@pytest.mark.parametrize("expectation", ["quadrature", "delta", "mc"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_rows_of_zeros_tell_nothing_of_classes(count: int, expectation: str) -> None:
+    """Without an intercept an empty document has equal probabilities, by which the bound changes."""
+    y = np.arange(60) % count
+    options = dict(expectation=expectation, fit_intercept=False, tol=1e-13)
+    model = GLM("multinomial", **options).fit(np.r_[X, np.zeros((1, 3))], np.r_[y, 0])
+    assert_allclose(model.predict_proba(np.zeros((2, 3))), 1 / count, rtol=1e-12)
+    if expectation != "mc":  # whose noise depends on the number of rows
+        other = GLM("multinomial", **options).fit(X, y)
+        assert_allclose(model.elbo_, other.elbo_ - np.log(count), rtol=1e-11)
+        assert_allclose(model.coef_, other.coef_, rtol=0, atol=1e-6)
+
+
 def test_classes_are_exchangeable() -> None:
     """Contrasts are a basis, not a choice: classes by other names have the same posterior."""
     rows, y = standardised(load_iris)

@@ -73,7 +73,7 @@ class Multinomial:
             first = (y == 0).to(z)
             moments = Logistic().expected(math.sqrt(2) * z[:, 0], 2 * variance[:, 0, 0], first, expectation)
             return Moments(moments.value, math.sqrt(2) * moments.first[:, None], 2 * moments.second[:, None, None])
-        return expectation.rows(MultinomialLogLikelihood(self, y), z, torch.linalg.cholesky(variance))
+        return expectation.rows(MultinomialLogLikelihood(self, y), z, _root(variance))
 
     def information(self, z: Tensor) -> Tensor:
         # For equal probabilities: B'(I/C - 11'/C^2)B = I/C.
@@ -88,7 +88,7 @@ class Multinomial:
         if self.classes == 2:
             first = Logistic().predict(math.sqrt(2) * z[:, 0], 2 * variance[:, 0, 0]).mean
             return torch.stack([first, 1 - first], 1)
-        root, found = torch.linalg.cholesky(variance), z.new_empty(len(z), self.classes)
+        root, found = _root(variance), z.new_empty(len(z), self.classes)
         wide = variance.diagonal(dim1=1, dim2=2).amax(1) > (GRID**2 if self.classes == 3 else -1)
         rules = [(wide, _samples(z)), (~wide, _grid(z))]
         for mask, (noise, weights) in rules[: 2 if self.classes == 3 else 1]:
@@ -96,6 +96,12 @@ class Multinomial:
                 at = z[rows] + times_root(root[rows], noise[:, None].expand(-1, len(rows), -1))
                 found[rows] = torch.einsum("s,snc->nc", weights, (at @ self.basis(z).mT).softmax(-1))
         return found
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The lower Cholesky factor of covariances, which may be zero, as of the predictors of a row of zeros."""
+    eye = torch.eye(variance.shape[-1], dtype=variance.dtype, device=variance.device)
+    return torch.linalg.cholesky(variance + torch.finfo(variance.dtype).tiny ** 0.5 * eye)
 
 
 def _samples(like: Tensor) -> tuple[Tensor, Tensor]:
