@@ -444,6 +444,7 @@ def test_scikit_learns_checks(likelihood: str) -> None:
         (dict(likelihood="logistic"), [[1.0], [2.0]], [1, 1], "y has only one class, 1: at least two"),
         (dict(likelihood="poisson"), [[1.0]], [-2], r"targets must be counts, 0, 1, 2, \.\.\., got -2"),
         (dict(likelihood="cauchy"), [[1.0]], [1.0], "likelihood must be one of 'gaussian'"),
+        (dict(kernel=kernels.RBF(torch.ones(3))), [[1.0, 2.0]], [1.0], "length must be one number or 2, .* got 3"),
         (dict(batch_size=3), [[1.0]], [1.0], "batch_size needs inducing points"),
         (dict(inducing=2), [[1.0]], [1.0], "inducing must be between 1 and the number of rows, 1, got 2"),
         (dict(inducing=1, batch_size=4), [[1.0]], [1.0], "batch_size must be an integer from 1 to 1, got 4"),

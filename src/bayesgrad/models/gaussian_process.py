@@ -129,6 +129,8 @@ class GaussianProcess(Supervised):
                 "expectation=Delta() (the Laplace approximation) needs optimizer=None, no inducing points and a "
                 "log-concave likelihood: use expectation=None."
             )
+        with torch.no_grad():  # the search would take errors of the kernel for a bound that is not finite
+            kernel(rows[:1], rows[:1])
         self.X_, self._y, self._expect = rows.clone(), target, expect  # rows may be a view of X
         if self.inducing is None and self.batch_size is not None:
             raise ValueError("batch_size needs inducing points: set inducing as well.")
