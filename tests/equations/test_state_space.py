@@ -163,6 +163,14 @@ def test_simulated_observations_have_the_models_moments() -> None:
     assert (np.abs(np.cov(rows.T) - want) <= 5 * np.sqrt(variances / 20_000)).all()
 
 
+def test_noises_of_states_and_observations_are_independent() -> None:
+    """Also between seeds: 10 white noises, of states and of observations of five seeds, have no correlation."""
+    zero, one = [[0.0]], [[1.0]]
+    runs = [LinearStateSpace(zero, one, zero, one).simulate(2000, random_state=seed) for seed in range(5)]
+    found = np.corrcoef(np.concatenate([part[0, :, 0].numpy()[None] for run in runs for part in run]))
+    assert np.abs(found - np.eye(10)).max() < 5 / np.sqrt(2000)
+
+
 def test_forecasts_are_what_missing_rows_would_be() -> None:
     F, Q, H, R, m, P = random_model(6)
     y = np.random.default_rng(2).normal(size=(5, 2))

@@ -21,7 +21,7 @@ from bayesgrad.models.kalman import Chain, GaussianRows, SiteRows, StateMoments
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
 from bayesgrad.models.process import WithSites
 from bayesgrad.models.sequences import Sequences
-from bayesgrad.noise import seed32
+from bayesgrad.noise import generator_of
 
 
 class States(NamedTuple):
@@ -269,7 +269,7 @@ class LinearStateSpace(Estimator):
             chain = chain._replace(covariance=known[:, None] * chain.covariance * known)
         states = kalman.simulated(chain, _noise((length, count, len(chain.mean)), chain.mean, random_state))
         H = H[:length] if H.dim() == 3 else H
-        clean, generator = states @ H.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
+        clean, generator = states @ H.mT, generator_of(random_state, 1)
         if R is None:
             return states, self._observation_model.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
@@ -403,5 +403,4 @@ class _Posterior:
 
 def _noise(shape: tuple[int, ...], like: Tensor, random_state: int) -> Tensor:
     checks.require_integer(random_state=random_state)
-    generator = torch.Generator().manual_seed(seed32(random_state))
-    return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
+    return torch.randn(shape, dtype=like.dtype, generator=generator_of(random_state, 0)).to(like.device)
