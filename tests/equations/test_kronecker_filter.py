@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
 from bayesgrad.optim import AdaBayes, AdaBayesFP, KroneckerFilter, KroneckerFilterFP
@@ -17,6 +18,7 @@ from bayesgrad.posterior import load
 from bayesgrad.precision import Kronecker
 from bayesgrad.precision.projection import Factors
 from bayesgrad.rules import OrnsteinUhlenbeck
+from layer_models import Conv1D
 
 D = torch.float64
 
@@ -397,6 +399,74 @@ def test_linear_predictions_use_the_joint_covariance() -> None:
     spread = torch.einsum("bi,ij,bj->b", ones, precision.right[0], ones)
     expected = spread[:, None] * precision.left[0].diagonal()
     close(posterior.predict(x, method="linear", likelihood="gaussian").variance, expected)
+
+
+def transposed(kind: str) -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    if kind == "Conv1D":
+        body, x = Conv1D(5, 4), torch.randn(6, 4)
+    else:
+        body, x = nn.ConvTranspose1d(4, 6, 2, stride=2, groups=2, bias=False), torch.randn(6, 4, 3)
+    size = body(x).flatten(1).shape[1]
+    return nn.Sequential(body, nn.Tanh(), nn.Flatten(), nn.Linear(size, 3)).to(D), x.to(D)
+
+
+def laid_out(kind: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Values of the first layer as matrices (..., groups, out, in), by hand: the weight is (in, out)."""
+    weight = values["0.weight"]
+    if kind == "Conv1D":
+        return torch.cat([weight.mT, values["0.bias"][..., None]], -1)[..., None, :, :]
+    *ahead, _, features, width = weight.shape  # input channels, output channels of a group, kernel
+    return weight.reshape(*ahead, 2, 2, features * width).mT
+
+
+@pytest.mark.parametrize("kind", ["Conv1D", "ConvTranspose1d"])
+@pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP])
+def test_the_posterior_of_a_layer_whose_weight_is_in_by_out(rule: type, kind: str, tmp_path) -> None:
+    """Its mean is the weight, its covariance times B g is the step, and predictions are those of explicit Jacobians."""
+    model, x = transposed(kind)
+    unbounded = {"max_step": math.inf} if rule is KroneckerFilterFP else {}
+    optimizer = rule(model, 0.01, batch_size=6, momentum=0.0, prior_std=0.3, stats_every=100, **unbounded)
+    before: dict[str, torch.Tensor] = {}
+    for _ in range(4):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, torch.arange(6) % 3).backward()
+        optimizer.step()
+    weights = dict(model.named_parameters())
+    posterior = optimizer.posterior(model)
+    assert all(torch.equal(posterior.mean[name], p) for name, p in weights.items())
+    close(posterior.predict(x, method="mean"), model(x).softmax(1))
+
+    belief = posterior.beliefs["0.weight"]
+    covariance = torch.linalg.inv(belief.precision.to_dense())
+    steps = laid_out(kind, {name: before[name] - p.detach() for name, p in weights.items()})
+    gradient = laid_out(kind, {name: 6 * p.grad for name, p in weights.items() if p.grad is not None})
+    close(steps.flatten(), covariance @ gradient.flatten(), 1e-8)
+    close(laid_out(kind, posterior.variance()).flatten(), covariance.diagonal(), 1e-9)
+    off = {name: draws - posterior.mean[name] for name, draws in posterior.sample(8000).items()}
+    draws = laid_out(kind, off).flatten(1)
+    deviations = covariance.diagonal().sqrt()
+    assert ((draws.T @ draws / 8000 - covariance) / deviations / deviations[:, None]).abs().max() < 0.07
+
+    rows = jacrev(lambda w: functional_call(model, w, (x,)))({name: p.detach() for name, p in weights.items()})
+    first = laid_out(kind, rows).flatten(2)
+    last = torch.cat([rows["3.weight"], rows["3.bias"][..., None]], -1).flatten(2)
+    other = torch.linalg.inv(posterior.beliefs["3.weight"].precision.to_dense())
+    expected = first @ covariance @ first.mT + last @ other @ last.mT
+    close(posterior.functional_variance(x, joint=True), expected, 1e-8)
+    options = dict(method="linear", likelihood="gaussian")
+    close(posterior.to_module(x, **options)(x)[1], posterior.predict(x, **options).variance, 1e-8)
+
+    posterior.save(tmp_path / "belief")
+    again = load(tmp_path / "belief", model)
+    assert all(torch.equal(again.mean[name], p) for name, p in weights.items())
+    one, two = posterior.sample(2, seed=5), again.sample(2, seed=5)
+    assert all(torch.equal(one[name], two[name]) for name in weights)
+    close(again.functional_variance(x, joint=True), expected, 1e-8)
+    close(posterior.log_prob(one), again.log_prob(one))
 
 
 def test_layers_that_were_never_seen_have_the_prior() -> None:

@@ -215,6 +215,8 @@ class BlockCovariance:
             return False
         if isinstance(weight, EmbeddingGradients):
             return not bias and self.form.rows is None
+        if isinstance(self.belief, Joint) and self.belief.turned:  # what is written as inputs are errors
+            return False
         return _shares_inputs(weight, count)
 
     def workspace(self, jacobian: Jacobian, count: int) -> int:

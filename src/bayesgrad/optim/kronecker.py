@@ -48,7 +48,8 @@ class KroneckerOptimizer(BeliefOptimizer):
             then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
             shapes = {names[id(p)]: p.shape for p in layer.members}
             known = copy.deepcopy(self.preconditioner.belief(layer, then))  # later steps write to the state in place
-            found.append((names[id(layer.owner)], Joint(layer.values(), known.scale(1 / scale), shapes)))
+            turned = frozenset([names[id(layer.weight)]] if layer.transposed and layer.weight is not None else [])
+            found.append((names[id(layer.owner)], Joint(layer.values(), known.scale(1 / scale), shapes, turned)))
         return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.belief import Belief, Joint
+from bayesgrad.belief import Belief, Joint, joined
 from bayesgrad.data_shards import data_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import split_batch
@@ -217,6 +217,8 @@ class GaussianPosterior(Posterior):
                 continue
             tensors.setdefault("shape", {})[name] = torch.tensor(belief.mean.shape)
             tensors[f"columns of {name}"] = {own: torch.tensor(shape) for own, shape in belief.shapes.items()}
+            for own in belief.turned:
+                tensors.setdefault("turned", {})[own] = torch.ones(())
             for key, value in _stored(belief.precision).items():
                 tensors.setdefault(key, {})[name] = value
         return tensors
@@ -233,8 +235,9 @@ class GaussianPosterior(Posterior):
             elif owner[name] == name:
                 shapes = {own: means[own].shape for own in joint[name]}
                 shape = tuple(tensors["shape"][name].tolist())
-                parts = [means[own].reshape(*shape[:-1], -1) for own in shapes]
-                beliefs[name] = Joint(torch.cat(parts, -1), _restored(tensors, name, shape), shapes)
+                turned = frozenset(shapes) & frozenset(tensors.get("turned", {}))
+                matrix = joined(means, shapes, shape[:-1], turned)
+                beliefs[name] = Joint(matrix, _restored(tensors, name, shape), shapes, turned)
         return cls(beliefs, model)
 
 

@@ -55,12 +55,7 @@ def traced_linear(
         rows = vmap(jacrev(one), in_dims=(None, *[0] * len(inputs)))(dict(mean), *inputs)
         variance = torch.zeros_like(centre)
         for name, belief in beliefs.items():
-            if isinstance(belief, Joint):
-                parts = [rows[own].reshape(*centre.shape, *belief.mean.shape[:-1], -1) for own in belief.shapes]
-                block = torch.cat(parts, -1)
-            else:
-                block = rows[name]
-            block = block.to(belief.mean)
+            block = (belief.join(rows) if isinstance(belief, Joint) else rows[name]).to(belief.mean)
             each = block * belief.precision.solve(block)
             variance = variance + each.flatten(centre.dim()).sum(-1).to(centre)
         return reading.from_gaussian(centre, variance)
