@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +20,11 @@ from bayesgrad.custom_likelihoods import CustomLikelihood
 from bayesgrad.data_shards import DataShard, data_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device, with_progress
+from bayesgrad.layers.composite import owners
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing
 from bayesgrad.layers.functional import refuse_renorm
-from bayesgrad.layers.network import evaluation_mode, parameters_of, requires_grad_only, unwrap
+from bayesgrad.layers.network import clean_name, evaluation_mode, parameters_of, requires_grad_only, unwrap
 from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.stateless import copied_buffers
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
@@ -100,7 +102,8 @@ def laplace(
         seed: of drawn labels, of the subsample, and of the posterior's samples; None draws one from torch's global
             generator.
         params: names of parameters or modules to which the posterior is restricted; `"last_layer"` for the last
-            layer with a matrix, such as Linear or Conv. All other parameters are fixed.
+            layer with a matrix, such as Linear or Conv, if the one that is registered last is called last. All other
+            parameters are fixed.
         progress: whether to show a progress bar (needs rich); None shows it in a terminal.
         forward: `forward(model, inputs)` calls the model; None for `model(x)`, or `model(**inputs)` for a mapping.
             Examples are along the first dimension of every tensor.
@@ -179,6 +182,8 @@ def laplace(
     with requires_grad_only(network, chosen):
         with data.together():
             for inputs, labels in _batches(with_progress(data, progress, "laplace"), device):
+                if params == "last_layer" and not examples:
+                    _check_last(network, chosen, lambda inputs=inputs: _outputs(*call(network, inputs)))
                 if pool is None:
                     outputs = accumulate(inputs, labels)
                 else:
@@ -309,6 +314,28 @@ def _select(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, n
         if not any(_belongs(own, name) for own in known):
             raise ValueError(f"the model has no parameter or module {name!r} with parameters; see named_parameters().")
     return {own: p for own, p in known.items() if any(_belongs(own, name) for name in wanted)}
+
+
+def _check_last(model: nn.Module, chosen: Mapping[str, nn.Parameter], run: Callable[[], Any]) -> None:
+    """Raises if the layer of these parameters, which is registered last, is not the one that `run` calls last.
+
+    Parts of recurrent layers and attention are not called; the modules that have them are.
+    """
+    names = {module: clean_name(f"{name}.")[:-1] for name, module in model.named_modules()}
+    found = [one for _, part in layers.known_layers(model) if layers.is_matrix(part) for one in owners(part) or [part]]
+    called: list[nn.Module] = []
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # compiled code need not look at hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in dict.fromkeys(found):
+            stack.callback(module.register_forward_hook(lambda one, *_: called.append(one)).remove)
+        run()
+    own = {id(p) for p in chosen.values()}
+    if called and not own <= {id(p) for p in called[-1].parameters()}:
+        raise ValueError(
+            f"params='last_layer' is the layer that is registered last, {names[found[-1]]!r}, but the model calls "
+            f"{names[called[-1]]!r} last: pass the name of the layer, params={names[called[-1]]!r}."
+        )
 
 
 def _belongs(own: str, name: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -104,6 +106,72 @@ def test_models_that_have_no_posterior() -> None:
         posterior.tune_prior(noise_scale=True)
     with pytest.raises(ValueError, match="per must be one of 'model', 'layer', 'parameter', got 'weight'"):
         posterior.tune_prior("weight")
+
+
+class Ordered(nn.Module):
+    """Layers that are registered in one order and called in another."""
+
+    def __init__(self, called: str, **registered: nn.Module) -> None:
+        super().__init__()
+        self.order = called.split()
+        for name, module in registered.items():
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.order:
+            x = getattr(self, name)(x).tanh() if name != "lstm" else getattr(self, name)(x)[0]
+        return x
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), 1)
+
+
+ORDERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "head first": (lambda: Ordered("body head", head=nn.Linear(8, 3), body=nn.Linear(4, 8)), "body"),
+    "unused": (
+        lambda: Ordered("body head", body=nn.Linear(4, 8), head=nn.Linear(8, 3), auxiliary=nn.Linear(8, 2)),
+        "auxiliary",
+    ),
+    "lstm last": (
+        lambda: Ordered("lstm head", head=nn.Linear(5, 3), lstm=nn.LSTM(4, 5, batch_first=True)),
+        "lstm",
+    ),
+    "compiled, head first": (
+        lambda: Ordered("body head", head=torch.compile(nn.Linear(8, 3), backend="eager"), body=nn.Linear(4, 8)),
+        "body",
+    ),
+    "lstm": (lambda: Ordered("lstm head", lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 3)), "head."),
+    "lstm alone": (lambda: Ordered("lstm", lstm=nn.LSTM(4, 3, batch_first=True)), "lstm.*_hh_l0"),
+    "attention": (lambda: nn.Sequential(nn.Linear(4, 4), attention()), "1.layers.0.linear2."),
+    "twice": (lambda: Ordered("head body head", body=nn.Linear(4, 4), head=nn.Linear(4, 4)), "head."),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_the_last_layer_is_the_one_that_is_called_last(case: str) -> None:
+    """A model that registers another one last is refused, with the names of both, as it was before.
+
+    Each case has the name of that one, or a pattern of the parameters of the last layer.
+    """
+    torch.manual_seed(0)
+    build, other = ORDERS[case]
+    model = build().eval()
+    x = torch.randn(12, 2, 4) if "lstm" in case or case == "attention" else torch.randn(12, 4)
+    labels = torch.randint(3, x.shape[:-1])
+
+    def fit(params: str) -> set[str]:
+        options = dict(likelihood="categorical", structure="diag", seed=0)
+        return set(bayesgrad.laplace(model, [(x, labels)], params=params, **options).mean)  # pyright: ignore
+
+    if "." in other:
+        assert [fnmatch(name, f"{other}*") for name in fit("last_layer")] == [True, True]
+    else:
+        with pytest.raises(ValueError, match=f"is registered last, '{other}', but the model calls 'head' last: pass"):
+            fit("last_layer")
+        if not case.startswith("compiled"):  # whose gradients torch cannot trace
+            assert fit("head") == {"head.weight", "head.bias"}
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 # --- the model as it was ---
