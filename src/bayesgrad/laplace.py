@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -193,7 +194,12 @@ def laplace(
                     _check_mode(*call(network, inputs), outputs)
                     if forward is None and output is None:
                         _check_own_loss(network, inputs, labels, kind, outputs)
-                loss += float(kind.each_loss(outputs, labels).double().sum())
+                own = float(kind.each_loss(outputs, labels).double().sum())
+                if math.isnan(own):
+                    raise ValueError(
+                        "the loss of a batch is NaN, as of labels that are NaN: leave out examples without a label."
+                    )
+                loss += own
                 numbers += outputs.numel()
                 examples += len(outputs)
             if not examples:

@@ -37,6 +37,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_labels_that_are_nan_are_refused() -> None:
+    """By Laplace's method, and by tuning on held-out labels, which leaves the prior as it was and the noise unknown."""
+    x, y = data()[0], data()[0][:, :1].clone()
+    for fisher in ("exact", "empirical"):
+        missing = y.clone()
+        missing[3] = math.nan
+        with pytest.raises(ValueError, match=r"the loss of a batch is NaN, .*: leave out examples without a label\."):
+            bayesgrad.laplace(mlp(1), [(x, y), (x, missing)], likelihood="gaussian", fisher=fisher)
+        for structure in ("kron", "full"):
+            posterior = bayesgrad.laplace(mlp(1), [(x, y)], likelihood="gaussian", structure=structure)
+            with pytest.raises(ValueError, match=r"the log-density of the held-out labels is NaN, .*: leave out"):
+                posterior.tune_prior(method="heldout", heldout=[(x, y), (x, missing)])
+            assert (posterior.prior_precision, posterior.noise_scale, posterior.noise_chosen) == (1.0, 1.0, False)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case: str) -> None:
     options, message = BAD[case]

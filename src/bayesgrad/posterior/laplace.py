@@ -277,6 +277,11 @@ class LaplacePosterior(GaussianPosterior):
                     sums = table.log_density(self._reading(), ratios, unit * temperature)
                 total, examples = data.total(sums, next(model.parameters()).device)
                 found = total / examples
+            if not count and math.isnan(found):  # nothing is larger than it
+                raise ValueError(
+                    "the log-density of the held-out labels is NaN, as of labels that are NaN: leave out examples "
+                    "without a label."
+                )
             count += 1
             line.update(count, found)
             return found
