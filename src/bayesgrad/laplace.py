@@ -20,7 +20,7 @@ from bayesgrad import distributed, layers, likelihoods, noise
 from bayesgrad.custom_likelihoods import CustomLikelihood
 from bayesgrad.data_shards import DataShard, data_of
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device, with_progress
+from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, batches_on, with_progress
 from bayesgrad.layers.composite import owners
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing
@@ -182,7 +182,7 @@ def laplace(
 
     with requires_grad_only(network, chosen):
         with data.together():
-            for inputs, labels in _batches(with_progress(data, progress, "laplace"), device):
+            for inputs, labels in batches_on(with_progress(data, progress, "laplace"), device):
                 if params == "last_layer" and not examples:
                     _check_last(network, chosen, lambda inputs=inputs: _outputs(*call(network, inputs)))
                 if pool is None:
@@ -289,13 +289,6 @@ class RandomSubset:
 
 def _several(inputs: Any) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-
-
-def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
-    for batch in loader:
-        inputs, labels = split_batch(batch)
-        if len(labels):
-            yield to_device(inputs, device), labels.to(device)
 
 
 # --- model ---

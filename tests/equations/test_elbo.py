@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,34 @@ def test_variational_training_raises_it(make: type) -> None:
             optimizer.step()
         bounds.append(optimizer.posterior(model).elbo([(x, y)], prior_precision=1.0, samples=64))
     assert bounds[1].value - bounds[0].value > 5 * (bounds[0].error + bounds[1].error)
+
+
+class Far(Tensor):
+    """A tensor that can be moved and counted, and refuses everything else, as one of another device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") == "to":
+                return args[0].as_subclass(Tensor)
+            if getattr(func, "__name__", "") in ("__len__", "__get__", "dim", "size", "numel", "is_floating_point"):
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_batches_are_moved_to_the_device_of_the_model(structure: str) -> None:
+    """The bound, and a prior that is tuned on held-out labels, are those of batches that are there already."""
+    x, y = data()
+    near, far = [(x, y)], [(x.as_subclass(Far), y.as_subclass(Far))]
+    posterior = fitted(mlp(), structure)
+    bounds = [posterior.elbo(loader, prior_precision=1.0, samples=2, seed=0) for loader in (near, far)]
+    assert bounds[0] == bounds[1]
+    tuned = [
+        fitted(mlp(), structure).tune_prior(method="heldout", heldout=loader, steps=4).prior_precision
+        for loader in (near, far)
+    ]
+    assert tuned[0] == tuned[1] != posterior.prior_precision
 
 
 def test_bad_requests() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,13 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     if isinstance(inputs, tuple | list):
         return tuple(x.to(device) if isinstance(x, Tensor) else x for x in inputs)
     return inputs.to(device) if isinstance(inputs, Tensor) else inputs
+
+
+def batches_on(loader: Iterable, device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
+    """Inputs and labels of each batch with examples, on a device."""
+    for inputs, labels in map(split_batch, loader):
+        if len(labels):
+            yield to_device(inputs, device), labels.to(device)
 
 
 def with_progress(loader: Iterable, progress: bool | None, title: str) -> Iterable:

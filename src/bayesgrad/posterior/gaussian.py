@@ -13,7 +13,7 @@ from bayesgrad import likelihoods
 from bayesgrad.belief import Belief, Joint, joined
 from bayesgrad.data_shards import data_of
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.batches import split_batch
+from bayesgrad.layers.batches import batches_on
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.averages import FAR, Averages
 from bayesgrad.posterior.posterior import Posterior
@@ -181,7 +181,7 @@ class GaussianPosterior(Posterior):
         with data.together(), evaluation_mode(network):
             for weights in self._draw(self._generators(samples, self._seed(seed))):
                 cast, total, count = self._cast(weights, network), 0.0, 0
-                for x, y in map(split_batch, data):
+                for x, y in batches_on(data, self._device(model)):
                     outputs = self._network(x, network, 1, None)(cast)
                     total += float(reading.log_likelihood(outputs, y).double().sum())
                     count += len(outputs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.data_shards import DataShard, data_of
-from bayesgrad.layers.batches import ProgressLine, split_batch
+from bayesgrad.layers.batches import ProgressLine, batches_on
 from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
 from bayesgrad.likelihoods import Gaussian, Likelihood, named
@@ -252,10 +252,10 @@ class LaplacePosterior(GaussianPosterior):
         data, kept = data_of("tune_prior", heldout, None), (self.prior_precision, self.noise_scale, self.temperature)
         model = unwrap(self._model(None))
         with data.together(), evaluation_mode(model):
-            batches = list(data)
+            batches = list(batches_on(data, self._device(None)))
             if not batches:
                 raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
-            pairs = [(self._network(x, None, 1, None), y) for x, y in map(split_batch, batches)]
+            pairs = [(self._network(x, None, 1, None), y) for x, y in batches]
             beliefs = dict(zip(map(id, self.hessians), self.beliefs.values(), strict=True))
             groups = [[(hessian, beliefs[id(hessian)]) for hessian in group] for group in members]
             table = VarianceTable(groups, pairs, self._centre(pairs[0][0]), progress)
@@ -299,7 +299,7 @@ class LaplacePosterior(GaussianPosterior):
         reading, total, count = self._reading(), 0.0, 0
         network = unwrap(self._model(None))
         with data.together(), evaluation_mode(network):
-            for x, y in map(split_batch, batches):
+            for x, y in batches_on(batches, self._device(None)):
                 mean, variance = self._linear_moments(self._network(x, None, 1, None), joint=False)
                 total += float(reading.log_density(mean, variance.clamp(min=0), y).double().sum())
                 count += len(mean)
