@@ -252,9 +252,11 @@ class RandomSubset:
     keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
     held: dict[Any, Tensor] = field(default_factory=dict)  # tensors of the inputs, and labels
     fixed: dict[str, Any] | None = None  # arguments that are no tensors of examples, of inputs that are mappings
+    single: bool = False  # whether inputs are one tensor, and no tuple
 
     def add(self, inputs: Inputs, labels: Tensor) -> None:
         parts: dict[Any, Any] = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(_several(inputs)))
+        self.single = isinstance(inputs, Tensor)
         batch = {key: x for key, x in parts.items() if isinstance(x, Tensor) and len(x) == len(labels)}
         if isinstance(inputs, Mapping):
             self.fixed = {key: x for key, x in parts.items() if key not in batch}
@@ -284,7 +286,8 @@ class RandomSubset:
         for parts in zip(*[part.split(PASS) for part in self.held.values()]):
             batch = dict(zip(self.held, parts))
             labels = batch.pop(LABELS)
-            yield tuple(batch.values()) if self.fixed is None else {**self.fixed, **batch}, labels
+            several = tuple(batch.values()) if self.fixed is None else {**self.fixed, **batch}
+            yield batch[0] if self.single else several, labels
 
 
 def _several(inputs: Any) -> tuple[Any, ...]:

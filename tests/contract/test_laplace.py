@@ -52,6 +52,21 @@ def test_labels_that_are_nan_are_refused() -> None:
             assert (posterior.prior_precision, posterior.noise_scale, posterior.noise_chosen) == (1.0, 1.0, False)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_subsample_is_given_to_forward_as_batches_are(several: bool) -> None:
+    """A tensor is a tensor, and a tuple a tuple; of all examples it is the posterior without a subsample."""
+    x, y = data()
+    inputs = (x[:, :2], x[:, 2:]) if several else x
+
+    def forward(model: nn.Module, given: Any) -> torch.Tensor:
+        assert type(given) is type(inputs)
+        return model(torch.cat(given, 1) if several else given)
+
+    options = dict(likelihood="categorical", structure="diag", seed=0, forward=forward)
+    one, two = (bayesgrad.laplace(mlp(), [(inputs, y)], subsample=n, **options) for n in (None, len(y)))  # pyright: ignore
+    torch.testing.assert_close(one.variance(), two.variance())
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case: str) -> None:
     options, message = BAD[case]
