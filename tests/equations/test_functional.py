@@ -347,3 +347,14 @@ def test_exported_samples_would_ignore_their_seed_and_are_refused() -> None:
     module = torch.export.export(Average(), (x,), strict=False).module()
     for _ in range(2):
         close(module(x), posterior.predict(x, 3, "mc", seed=0))
+
+
+def test_linearised_samples_of_a_model_in_half_precision_have_the_variance_of_the_posterior() -> None:
+    """Also where the deviations are smaller than the rounding of weights and outputs."""
+    model, variance, n = nn.Linear(1, 1, bias=False).bfloat16(), 1e-8, 2000
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    belief = Belief(torch.ones(1, 1), Diagonal(torch.full((1, 1), variance)))
+    posterior = GaussianPosterior({"weight": belief}, model)
+    ratio = posterior.functional_samples(torch.ones(1, 1, dtype=torch.bfloat16), n).var() / variance
+    close(ratio, torch.tensor(1.0), rtol=0, atol=5 * math.sqrt(2 / n) + 0.01)

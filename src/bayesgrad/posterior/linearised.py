@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import Network
 from bayesgrad.warning import warn
 
@@ -19,7 +20,8 @@ def linearised_outputs(
     """f(m) + J v for each change v of the weights m by name, with the Jacobian J of all outputs.
 
     J v is the derivative of the product u'J by u, which a second backward pass gives: no rows of J are formed, and
-    every model is supported that can be differentiated twice.
+    every model is supported that can be differentiated twice. Outputs in half precision become float32, in which small
+    changes are not rounded away.
     """
     with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         network = replace(network, inputs=tuple(x.clone() if x.is_inference() else x for x in network.inputs))
@@ -28,13 +30,14 @@ def linearised_outputs(
         left = torch.zeros_like(outputs, requires_grad=True)
         products = torch.autograd.grad(outputs, list(weights.values()), left, create_graph=True, allow_unused=True)
         used = {name: product for name, product in zip(weights, products) if product is not None}
+    centre = outputs.detach().to(compute_dtype(outputs.dtype))
     for change in changes:
         if not used:
-            yield outputs.detach()
+            yield centre
             continue
         given = [change[name].to(product) for name, product in used.items()]
         (found,) = torch.autograd.grad(list(used.values()), left, given, retain_graph=True)
-        yield outputs.detach() + found
+        yield centre + found
 
 
 def gaussian_outputs(mean: Tensor, covariance: Tensor, generators: Iterable[torch.Generator]) -> Iterator[Tensor]:

@@ -302,13 +302,17 @@ class Posterior(WeightDistribution):
         seed: int | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """As `predictive_samples`, for the network linearised at the mean m: f(m) + J (w - m) for samples w."""
+        """As `predictive_samples`, for the network linearised at the mean m: f(m) + J (w - m) for samples w.
+
+        They are in float32 if the model is in half precision.
+        """
         network = self._network(x, model, samples, chunk)
-        mean = self._centre(network)
-        draws = (self._cast(w, network.model) for w in self._choose(samples, self._seed(seed)))
+        centre, mean = self._centre(network), self.mean
+        draws = self._choose(samples, self._seed(seed))
         with evaluation_mode(network.model):
+            # If the model has half precision, changes are rounded: weights may be rounded to their mean.
             changes = ({name: weight - mean[name] for name, weight in w.items()} for w in draws)
-            return torch.stack(list(linearised_outputs(network, mean, changes)))
+            return torch.stack(list(linearised_outputs(network, centre, changes)))
 
     @torch.no_grad()
     def functional_variance(
