@@ -104,6 +104,22 @@ def test_every_kind_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "kronecker", "bernoulli", "dropout", "mc_dropout", "samples"])
+def test_the_noise_of_the_data_comes_back(kind: str, tmp_path: Path) -> None:
+    """With it the intervals of labels; a state without it, as those of 0.1, has the noise 1."""
+    model = network()
+    posterior, x = KINDS[kind](model), data()[0]
+    posterior.likelihood, posterior.noise_scale = "gaussian", 0.1
+    posterior.save(tmp_path / "one")
+    loaded, state = Posterior.load(tmp_path / "one", model), posterior.state_dict()
+    assert loaded.noise_scale == 0.1
+    one, two = (found.interval(x, samples=4, seed=0, statistics="running") for found in (posterior, loaded))
+    assert torch.equal(one.lower, two.lower)
+    assert torch.equal(one.upper, two.upper)
+    del state["noise_scale"]
+    assert Posterior.from_state_dict(state, model).noise_scale == 1.0
+
+
 def test_in_a_new_process(tmp_path: Path) -> None:
     model = network()
     posterior = KINDS["laplace subsampled"](model)

@@ -166,6 +166,7 @@ class WeightDistribution(ABC):
         """Tensors, numbers and strings that define the posterior, with names and shapes of the model's parameters."""
         tensors = {"likelihood": {likelihoods.named(self.likelihood).name: torch.ones(())}, **self._tensors()}
         parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": tensors}
+        parts["noise_scale"] = float(self.noise_scale)
         return parts if self.model is None else {**parts, "model": architecture(self.model)}
 
     def save(self, path: str | os.PathLike) -> None:
@@ -204,6 +205,7 @@ class WeightDistribution(ABC):
             raise ValueError(f"the state of the posterior is incomplete: it lacks {error}; save it again.") from error
         posterior.seed, posterior._draws = state["seed"], state["draws"]
         posterior.likelihood = next(iter(state["tensors"].get("likelihood", {})), posterior.likelihood)
+        posterior.noise_scale = float(state.get("noise_scale", posterior.noise_scale))  # older files have none
         if model is not None:
             posterior._parameters(model)
         return posterior
