@@ -415,3 +415,15 @@ def test_inputs_alone_need_one_direction(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(UserWarning, match="they get a diagonal"):
         fitted(normed(), "input", loader=[data()])
     assert len(directions) == 1 + OUT
+
+
+def test_a_small_prior_is_not_rounded_away_in_float32() -> None:
+    """Of two features that are equal in the data, the difference of the weights has the variance of the prior."""
+    torch.manual_seed(0)
+    a = torch.randint(1, 4, (1000, 1)).float()
+    x, model = torch.cat([a, a], 1), nn.Linear(2, 1, bias=False)
+    options: dict[str, Any] = dict(likelihood="gaussian", structure="full", prior_precision=0.5, noise_scale=0.003)
+    posterior = bayesgrad.laplace(model, [(x, model(x).detach())], **options)
+    close(posterior.functional_variance(torch.tensor([[1.0, -1.0]])), torch.tensor([[4.0]]), rtol=1e-3, atol=0)
+    draws = posterior.sample(4000)["weight"]  # also where the covariance is singular in float32
+    close((draws[..., 0] - draws[..., 1]).var(), torch.tensor(4.0), rtol=5 * math.sqrt(2 / 4000), atol=0)

@@ -14,6 +14,7 @@ from bayesgrad.precision.linalg import cholesky
 from bayesgrad.precision.low_rank import Matrix
 
 STRIP = 64  # rows that are symmetrised at once
+ROUNDING = 10  # times the rounding of the largest eigenvalue: a covariance with a more negative one is wrong
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,13 @@ class Dense(Precision):
 
     @cached_property
     def _root(self) -> Tensor:
-        return cholesky(self.covariance, 0.0, "the covariance")
+        try:
+            return cholesky(self.covariance, 0.0, "the covariance")
+        except ValueError:  # it is singular, or its smallest eigenvalues were rounded to negative ones
+            values, vectors = torch.linalg.eigh(self.covariance.double())
+            if bool(values[0] < -ROUNDING * torch.finfo(self.covariance.dtype).eps * len(values) * values[-1]):
+                raise
+            return (vectors * values.clamp(min=0).sqrt()).to(self.covariance)
 
     def variance(self) -> Tensor:
         return self.covariance.diagonal().reshape(self.shape)

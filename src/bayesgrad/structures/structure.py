@@ -27,6 +27,9 @@ from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance
 from bayesgrad.precision import Dense, Precision
 from bayesgrad.precision.linalg import inverse
 
+SINGLE = ("mps",)  # kinds of devices without float64
+WIDE = 1 << 13  # weights up to which float32 matrices are inverted in float64, in 0.5 GB for each of a few copies
+
 
 class Accumulator(ABC):
     """Sums the gradients of batches into the Hessian of one block of weights; most structures do it themselves."""
@@ -170,9 +173,11 @@ class Structure(Accumulator):
 
     def precision(self, prior: Mapping[str, float], scale: float) -> Precision:
         """P = scale H + prior, for weights in the shape of `joined`."""
-        matrix = scale * self._matrix
+        narrow = self.size > WIDE or self._matrix.device.type in SINGLE
+        wide = self._matrix.dtype if narrow else torch.float64
+        matrix = scale * self._matrix.to(wide)  # in which a small prior is not rounded away
         matrix.diagonal().add_(self._prior_diagonal(prior).to(matrix))
-        return Dense(inverse(matrix, 0.0, "the posterior precision"), self.shape)
+        return Dense(inverse(matrix, 0.0, "the posterior precision").to(self._matrix), self.shape)
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
         """N(mean, (scale H + prior)^-1)."""
@@ -205,7 +210,8 @@ class Structure(Accumulator):
         return self.dense()
 
     def _prior_diagonal(self, prior: Mapping[str, Any]) -> Tensor:
-        like: dict[str, Any] = dict(dtype=torch.float64, device=self._matrix.device)
+        device = self._matrix.device
+        like: dict[str, Any] = dict(dtype=torch.float32 if device.type in SINGLE else torch.float64, device=device)
         values = {n: torch.as_tensor(prior[n], **like).expand(shape) for n, shape in self.shapes.items()}
         return self.joined(values).flatten()
 
