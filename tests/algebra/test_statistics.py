@@ -182,5 +182,21 @@ def test_with_stats_rows_repeated_examples_have_the_moments_of_all_rows() -> Non
             means = [m[side].sum().double() / m[side].count for m in (some, every)]
             if name != "lookup":  # 65 of 12,000 rows, whose positions differ
                 torch.testing.assert_close(*means)
-        if name not in ("lookup", "wide"):
-            assert all(some[side].count < every[side].count for side in some), name
+            assert some[side].count == every[side].count, name  # losses and rows of the whole call
+
+
+@pytest.mark.parametrize("diagonal", [(), ("input", "error")])
+@pytest.mark.parametrize("name", ["linear", "sequence", "conv", "groups"])
+def test_with_stats_rows_calls_of_any_size_count_by_their_rows(name: str, diagonal: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    make, data = LAYERS[name]
+    layer = layer_of(module := make())
+    uses = []
+    for index, count in enumerate((4000, 300, 1)):
+        (call,) = calls(module, data(1), 1)
+        uses.append(LayerCall(module, *(t.expand(count, *t.shape[1:]) for t in (call.input, call.error)), 0, index))
+    some, every = (
+        LayerStatistics.of(layer, uses, diagonal=diagonal, **o).moments() for o in ({"stats_rows": 64.0}, {})
+    )
+    for side in ("input", "error"):
+        torch.testing.assert_close(*(m[side].sum() / m[side].count for m in (some, every)))

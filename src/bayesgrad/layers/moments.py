@@ -46,20 +46,28 @@ class Moment:
         """Whether so many rows are stored."""
         return not self.diagonal and 2 * rows <= self.size
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: Tensor, weight: float = 1.0) -> None:
+        """Adds rows, each of which counts as this many (for indices, one)."""
         if not rows.is_floating_point():
             self.parts.append(rows)
         elif self.diagonal:
             squares = rows.square().sum(1)
             squares = torch.cat([squares, squares.new_full((len(rows), 1), rows.shape[1])], 1) if self.ones else squares
+            squares = squares if weight == 1 else weight * squares
             self.total = squares if self.total is None else self.total + squares
         else:
+            if weight != 1 and self.parts:
+                self._form()
             self.parts.append(rows)
-            if len(rows) > 1 or not self.stores(sum(part.shape[1] for part in self.parts)):
-                if self.total is None:
-                    self.total = rows.new_zeros(len(rows), self.size, self.size)
-                self._add_to(self.total, 1.0, 1.0)
-                self.parts = []
+            if weight != 1 or len(rows) > 1 or not self.stores(sum(part.shape[1] for part in self.parts)):
+                self._form(weight)
+
+    def _form(self, weight: float = 1.0) -> None:
+        """Adds the products of the stored rows to the total."""
+        if self.total is None:
+            self.total = self.parts[0].new_zeros(len(self.parts[0]), self.size, self.size)
+        self._add_to(self.total, 1.0, weight)
+        self.parts = []
 
     def _add_to(self, matrix: Tensor, keep: float, take: float) -> None:
         """matrix <- keep * matrix + take * Σ r r' over the stored rows, in its lower triangle."""

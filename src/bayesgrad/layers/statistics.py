@@ -54,8 +54,8 @@ class LayerStatistics:
 
     The moments are summed as calls arrive (`add`). Rows of inputs and errors are not stored, unless `keep` asks for it.
     With `stats_rows`, the moments of a call are formed of every k-th row (k has no divisor in common with the number of
-    rows, so that all positions take part alike), or for convolutions of every k-th example, and R and L are multiplied
-    by the part that was taken.
+    rows, so that all positions take part alike), or for convolutions of every k-th example, each of which counts as the
+    number of rows of the call over those that were taken: calls of other sizes have another k.
 
     Args:
         layer: the layer.
@@ -88,7 +88,6 @@ class LayerStatistics:
         self.calls: list[LayerCall] = []
         self.rows = 0  # pairs of an example and a position
         self.observed = 0.0  # those that belong to observed losses
-        self._given, self._taken = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)  # rows, and those in moments
         self._losses: dict[tuple[int, int], float] = {}
         self._others = 0.0  # losses of passes in which the layer was not called
         self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
@@ -197,36 +196,35 @@ class LayerStatistics:
     def _add_moments(self, call: LayerCall) -> None:
         call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
         if "error" in self.sides:
-            self._moments["error"].add(_errors(self._part("error", call)))
+            some, weight = self._part("error", call)
+            self._moments["error"].add(_errors(some), weight)
         if "input" in self.sides and self.layer.lookup:
             self._moments["input"].add(call.input.flatten())
         elif "input" in self.sides:
-            call = self._part("input", call)
+            call, weight = self._part("input", call)
             examples = layers.examples_in(call.module, call.input)
             # The inputs of a convolution are many times its activations, so they are formed in parts.
             size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
             batched = call.input if examples == len(call.input) else call.input[None]
             parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 else [call.input]
             for part in parts:
-                self._moments["input"].add(self._features(call.module, part))
+                self._moments["input"].add(self._features(call.module, part), weight)
 
-    def _part(self, side: str, call: LayerCall) -> LayerCall:
-        """Every k-th row of a call, or of a convolution every k-th example."""
+    def _part(self, side: str, call: LayerCall) -> tuple[LayerCall, float]:
+        """Every k-th row of a call, or of a convolution every k-th example; and how many rows each counts as."""
         leading, rows = layers.leading_rows(call.module, call.error), layers.rows_in(call.module, call.error)
         every = int(rows // max(self.stats_rows, ROWS_OF_SIZE * self.layer.sizes[side]))
         every = max(1, every if leading == rows else min(every, leading // EXAMPLES))
         while leading == rows and math.gcd(every, rows) > 1:
             every += 1  # so that all positions take part alike
-        self._given[side] += leading
-        self._taken[side] += -(-leading // every)
         if every == 1:
-            return call
+            return call, 1.0
         x, error = call.input, call.error
         if isinstance(call.module, nn.Embedding):
             x, error = x.flatten(), error.flatten(0, -2)
         elif isinstance(call.module, nn.Linear):
             x, error = x.flatten(0, -2), error.flatten(0, -2)
-        return replace(call, input=x[::every], error=error[::every])
+        return replace(call, input=x[::every], error=error[::every]), leading / -(-leading // every)
 
     def _features(self, module: nn.Module, x: Tensor) -> Tensor:
         """Inputs without the column of ones, (groups, rows, in)."""
@@ -337,8 +335,7 @@ class LayerStatistics:
             for side, moment in moments.items():
                 moment.add(rows[side])  # pyright: ignore[reportArgumentType]
         for side, moment in moments.items():
-            part = self._taken[side] / self._given[side] if self._given[side] else 1.0
-            moment.count = part * (pairs if side == "error" else self.losses)
+            moment.count = pairs if side == "error" else self.losses
         return moments
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
