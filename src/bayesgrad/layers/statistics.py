@@ -53,9 +53,9 @@ class LayerStatistics:
     position.
 
     The moments are summed as calls arrive (`add`). Rows of inputs and errors are not stored, unless `keep` asks for it.
-    With `stats_rows`, the moments of a call are formed of every k-th row (k has no divisor in common with the number of
-    rows, so that all positions take part alike), or for convolutions of every k-th example, each of which counts as the
-    number of rows of the call over those that were taken: calls of other sizes have another k.
+    With `stats_rows`, the moments of a call are formed of every k-th row, or for convolutions of every k-th example.
+    Their number is not divisible by any divisor of k, so that all positions of sequences, or frames of clips, take part
+    alike. Each row counts as the rows of the call over those that were taken: calls of other sizes have another k.
 
     Args:
         layer: the layer.
@@ -215,8 +215,8 @@ class LayerStatistics:
         leading, rows = layers.leading_rows(call.module, call.error), layers.rows_in(call.module, call.error)
         every = int(rows // max(self.stats_rows, ROWS_OF_SIZE * self.layer.sizes[side]))
         every = max(1, every if leading == rows else min(every, leading // EXAMPLES))
-        while leading == rows and math.gcd(every, rows) > 1:
-            every += 1  # so that all positions take part alike
+        while math.gcd(every, leading) > 1:
+            every -= 1  # so that all positions, or frames of clips, take part alike; not fewer rows than promised
         if every == 1:
             return call, 1.0
         x, error = call.input, call.error
