@@ -787,6 +787,43 @@ def test_models_of_which_some_layers_are_compiled_train_as_eager_ones(kind: str,
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
 
 
+class Towers(nn.Module):
+    """Two inputs, and one encoder, whose outputs have losses of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.trunk(x), self.trunk(10 * x.flip(0))
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.parametrize("graph", ["layer", "model"])
+@pytest.mark.parametrize("name", ["FOOF", "FP empirical"])
+def test_calls_of_a_compiled_layer_in_one_pass_are_told_apart(name: str, graph: str) -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Towers()
+        optimizer = RULES[name](model)
+        if compiled:
+            (model.trunk if graph == "layer" else model).compile(backend="aot_eager", fullgraph=True)
+        for index in range(3):
+            optimizer.zero_grad()
+            x, _ = data(index)
+            u, v = model(x)
+            u.square().mean().backward(retain_graph=True)
+            v.square().mean().backward(retain_graph=True)
+            u.sin().mean().backward()  # another term of the first loss
+            optimizer.step()
+        results.append(weights(model))
+    torch._dynamo.reset()
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
 # --- odd batches and models ---
 
 

@@ -6,6 +6,7 @@ See `layers.recorder` for how it works.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class LayerCall:
     name: str = ""
     volatile: bool = False
     layout: RowLayout | None = None
-    call_id: int | None = None
+    call_id: int | tuple[int, int] | None = None
 
     @property
     def pass_id(self) -> tuple[int, int]:
@@ -78,7 +79,7 @@ class LayerCall:
         return loss_id(self.pass_id)
 
     @property
-    def key(self) -> tuple[tuple[int, int], int] | None:
+    def key(self) -> tuple[tuple[int, int], int | tuple[int, int]] | None:
         """The same for calls that bring errors of several terms of a loss, in several backward passes."""
         return None if self.call_id is None else (self.pass_id, self.call_id)
 
@@ -125,7 +126,8 @@ class Site:
         # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
         self.key = torch.tensor(self.handle)
         self.counter = PassNumber()
-        self.latest = -1, 0  # the latest backward pass, and the calls that it has differentiated
+        # The latest backward pass, and the calls that it has differentiated by execution of a compiled graph.
+        self.latest: tuple[int, Counter[int]] = -1, Counter()
 
     def __reduce__(self) -> tuple:
         return Site, ()
@@ -178,7 +180,7 @@ class Site:
         forward_id: int,
         volatile: bool = False,
         nodes: Sequence[Any] | None = None,
-        call_id: int | None = None,
+        call_id: int | tuple[int, int] | None = None,
     ) -> Pair:
         """Passes input and error to the recorders, and returns the gradients of weight and bias.
 
@@ -225,11 +227,13 @@ class Site:
                 recorder.marks.returned(module, pair, task)
         return pair
 
-    def turn(self) -> int:
-        """How many calls of the module the running backward pass has differentiated."""
-        task = torch._C._current_graph_task_id()
-        self.latest = task, 1 + (self.latest[1] if self.latest[0] == task else 0)
-        return self.latest[1]
+    def turn(self) -> tuple[int, int]:
+        """Identifies a call in an execution of a compiled graph, whose calls are all differentiated, in one order."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()  # pyright: ignore
+        execution = -1 if node is None else node.metadata.setdefault(SITE, next(Site.calls))
+        self.latest = self.latest if self.latest[0] == task else (task, Counter())
+        self.latest[1][execution] += 1
+        return execution, self.latest[1][execution]
 
 
 def _refuse_conflict(module: nn.Module, found: Iterable[tuple[Any, Pair | None]]) -> None:
