@@ -824,6 +824,48 @@ def test_calls_of_a_compiled_layer_in_one_pass_are_told_apart(name: str, graph: 
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
 
 
+class Tagger(nn.Module):
+    """A loss for each position, and two blocks in activation checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+        return self.head(x)
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.parametrize("loop", ["one pass", "two forward passes", "two backward passes"])
+@pytest.mark.parametrize("name", ["FOOF", "FP empirical"])
+def test_compiled_blocks_in_checkpoints_train_as_eager_ones(name: str, loop: str) -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Tagger()
+        optimizer = RULES[name](model)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager")
+        for _ in range(3):
+            x, y = torch.randn(4, 5, 6, dtype=D), torch.randint(0, 3, (4, 5))
+            optimizer.zero_grad()
+            parts = [model(one) for one in (x.split(2) if loop == "two forward passes" else [x])]
+            if loop == "two backward passes":
+                terms(parts[0].flatten(0, 1), y.flatten())
+            else:
+                for outputs, labels in zip(parts, y.split(4 // len(parts))):
+                    (F.cross_entropy(outputs.flatten(0, 1), labels.flatten()) / len(parts)).backward()
+            optimizer.step()
+        results.append(weights(model))
+    torch._dynamo.reset()
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
 # --- odd batches and models ---
 
 

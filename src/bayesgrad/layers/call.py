@@ -161,7 +161,8 @@ class Site:
         """As `forward_id`, of a compiled call that has read this number of a pass."""
         for ref, _ in self.recorders:
             if (recorder := ref()) is not None and recorder.counter is self.counter:
-                return recorder.numbers.get(number, COMPILED + number)
+                repeated = number == recorder.repeated[0] and recorder.backward_id == torch._C._current_graph_task_id()
+                return recorder.repeated[1] if repeated else recorder.numbers.get(number, COMPILED + number)
         return COMPILED + number
 
     def note_hidden(self) -> None:

@@ -126,6 +126,8 @@ class LayerRecorder:
         self.latest: Callable[[], Tensor | None] = lambda: None  # its outputs
         self.passes: dict[int, ForwardPass] = {}
         self.backward_id = -1  # the latest backward pass
+        # Its number, for compiled layers that a checkpoint runs again in it; and the forward pass that it began with.
+        self.repeated = -1, 0
         self.counter = PassNumber()
         self.numbers: dict[int, int] = {}
         # Of the latest passes of a compiled model: their numbers, and the shapes of their outputs.
@@ -244,6 +246,7 @@ class LayerRecorder:
             self.forward_count += 1
             if not self.inside:
                 self._note_number()
+                self.repeated = int(self.counter), call.forward_id
         return None if self.receive is None else self.receive(call)
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:
