@@ -158,3 +158,12 @@ def test_embeddings_and_layers_of_which_both_sides_are_large_follow_adam() -> No
     torch.testing.assert_close(moved[0][used], torch.full_like(moved[0][used], 1e-3), rtol=1e-2, atol=0)
     torch.testing.assert_close(moved[1], torch.full_like(moved[1], 1e-3), rtol=1e-2, atol=0)
     assert moved[3].max() > 0.01
+
+
+def test_a_state_of_a_layer_with_other_outputs_is_refused() -> None:
+    torch.manual_seed(0)
+    saved = SpectralFOOF(one := nn.Linear(3, 1))
+    one(torch.randn(8, 3)).square().mean().backward()
+    saved.step()
+    with pytest.raises(ValueError, match=r"gradient_average of layer .* has shape \(1, 1, 4\) in the saved state"):
+        SpectralFOOF(nn.Linear(3, 7)).load_state_dict(saved.state_dict())

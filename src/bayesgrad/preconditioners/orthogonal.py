@@ -17,11 +17,12 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
 from bayesgrad.precision.linalg import eigenvalues, polar_factor
 from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
-from bayesgrad.preconditioners.refresh import AVERAGE, cost, store
+from bayesgrad.preconditioners.refresh import AVERAGE, check_factor, cost, store
 from bayesgrad.preconditioners.stability import damped_inverse, mean_eigenvalue
 from bayesgrad.products import mm
 from bayesgrad.rules.transition import LARGEST, Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
+from bayesgrad.saved_state import saved_entry
 from bayesgrad.shards import part_of, placed, whole
 
 INVERSE = "input_inverse"
@@ -97,6 +98,13 @@ class OrthogonalSteps(LayerPreconditioner):
             return mm(polar_factor(mm(right, matrix.mT)), right)
         factor = polar_factor(mm(inverse, mm(matrix.mT, matrix)))
         return mm(matrix, mm(factor, inverse) * math.sqrt(fan_out / fan_in))
+
+    def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        super().check_loaded(saved)
+        for layer in self.recorded.layers:
+            entry, _ = saved_entry(self.optimizer, saved, layer.owner)
+            if AVERAGE in entry:  # not without momentum
+                check_factor(entry, AVERAGE, layer.shape, layer.names[0], self.optimizer.__class__.__name__)
 
     def initialise_state(self) -> None:
         super().initialise_state()
