@@ -130,6 +130,20 @@ def test_without_damping_directions_without_data_do_not_move() -> None:
     torch.testing.assert_close(moved[:, 4], moved[:, 3], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("damping", [0.0, 1e-6, 1e-5, 1e-4])
+def test_damping_below_rounding_does_not_move_directions_without_data(damping: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 200, bias=False), nn.Linear(200, 10))
+    x, y = torch.randn(1024, 64) @ (torch.randn(64, 256) / 8), torch.randint(10, (1024,))
+    before = model[0].weight.detach().clone()
+    optimizer = SpectralFOOF(model, lr=0.1, damping=damping, **PLAIN)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    moved = (model[0].weight.detach() - before).double()
+    rows = torch.linalg.svd(x.double(), full_matrices=False)[2][:64]
+    assert (moved - moved @ rows.T @ rows).norm() < 0.05 * moved.norm()
+
+
 def test_weight_and_bias_have_one_momentum_and_their_own_lr() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(5, 4).to(D)

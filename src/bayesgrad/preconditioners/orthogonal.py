@@ -61,9 +61,11 @@ class OrthogonalSteps(LayerPreconditioner):
         if damping > math.sqrt(eps):
             return damped_inverse("input", moment, damping, layer.names[0], self.warned)
         values, vectors = eigenvalues(symmetric(moment))
-        values = values + damping
-        known = values > eps * values.amax(1, keepdim=True)
-        inverse = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny).reciprocal(), 0.0)
+        damped = values + damping
+        # Eigenvalues of a matrix have rounding errors, which damping would make positive; a diagonal has none.
+        found, errors = (damped, eps) if vectors is None else (values, eps * moment.shape[-1])
+        known = found > errors * found.amax(1, keepdim=True)
+        inverse = torch.where(known, damped.clamp(min=torch.finfo(values.dtype).tiny).reciprocal(), 0.0)
         return {INVERSE: inverse if vectors is None else (vectors * inverse[:, None]) @ vectors.mT}
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
