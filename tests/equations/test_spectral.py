@@ -144,6 +144,24 @@ def test_damping_below_rounding_does_not_move_directions_without_data(damping: f
     assert (moved - moved @ rows.T @ rows).norm() < 0.05 * moved.norm()
 
 
+def test_a_layer_without_a_gradient_does_not_move_while_its_average_decays() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    optimizer = SpectralFOOF(model, momentum=0.8)
+    for used in (True, False, False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        average = optimizer.state[model[0].weight].get("gradient_average", torch.zeros(())).clone()
+        optimizer.zero_grad()
+        model(torch.randn(32, 6)).square().mean().backward()
+        for p in () if used else model[0].parameters():
+            p.grad.zero_()
+        optimizer.step()
+        moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
+        assert moved == [used, used, True, True]
+        if not used:
+            torch.testing.assert_close(optimizer.state[model[0].weight]["gradient_average"], 0.8 * average)
+
+
 def test_weight_and_bias_have_one_momentum_and_their_own_lr() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(5, 4).to(D)

@@ -31,7 +31,7 @@ class SpectralFOOF(LayerOptimizer):
     changes instead, which the few directions of a strong gradient use up. In terms of beliefs, U V' R is a step of the
     Kronecker filter at its steady state whose error covariance is the one with the largest likelihood for the averaged
     gradient alone, (m R)(m R)', where inputs are white. The step does not depend on the scale of the loss. For large
-    lambda it is Muon's, with lr/lambda^(1/2).
+    lambda it is Muon's, with lr/lambda^(1/2). A layer whose gradient is exactly zero does not move along its average.
 
     Args:
         model: the network; the training loop is that of any torch optimizer.

@@ -77,6 +77,7 @@ class OrthogonalSteps(LayerPreconditioner):
             gradient = layer.join([whole(placed(part, p)) for part, p in parts])
             largest = LARGEST[gradient.dtype]  # an average that is infinite once stays infinite
             gradient = gradient.clamp(-largest, largest)
+            moves = gradient.any()  # on its device
             if momentum:
                 # The direction does not depend on the size of the average, which is not debiased.
                 before = entry.get(AVERAGE)
@@ -86,7 +87,8 @@ class OrthogonalSteps(LayerPreconditioner):
                 gradient = gradient.lerp(entry[AVERAGE], momentum)
             else:
                 entry.pop(AVERAGE, None)
-            direction = self._steepest(gradient, entry[INVERSE])
+            # A direction has the size of a step however small the average has become.
+            direction = torch.where(moves, self._steepest(gradient, entry[INVERSE]), 0.0)
             found |= {p: part_of(values, p) for p, values in layer.split(direction).items()}
         return found
 
