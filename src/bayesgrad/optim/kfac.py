@@ -67,7 +67,7 @@ class KFAC(LayerOptimizer):
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
         sharing: how positions are treated: "expand" as above, or "reduce", which first averages inputs and sums errors
-            over the positions of an example.
+            over the positions of an example, of all rows whatever `stats_rows` is.
         exact_damping: add lambda to the product A ⊗ E in place of damping the factors; this needs eigendecompositions.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.

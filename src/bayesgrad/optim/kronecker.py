@@ -211,7 +211,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
             are sampled.
         fisher: how delta is computed. "sampled": for labels sampled from the model, by `observe(outputs)` before
             `loss.backward()`; "empirical": from the backward passes of the loss; "centered": the same, minus their mean
-            over earlier batches (this centres the gradients only if errors do not depend on inputs).
+            over earlier batches (this centres the gradients only if errors do not depend on inputs), of all rows
+            whatever `stats_rows` is.
         ema: decay of the moments' averages.
         max_step: c; `inf` for no bound.
         update_every: the largest number of steps between eigendecompositions (early in a run, whenever the number of
