@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SITE = "_bayesgrad_site"  # the attribute of a recorded module
 COMPILED = 1 << 40  # added to the ids of the forward passes of compiled models
 Pair = tuple[Tensor | None, Tensor | None]
+CallId = int | tuple[int, int]  # of a compiled model: the execution of a graph, and a call in it
+CallKey = tuple[tuple[int, int], CallId]
 
 
 def loss_id(pass_id: tuple[int, int]) -> tuple[int, int]:
@@ -60,7 +62,7 @@ class LayerCall:
     name: str = ""
     volatile: bool = False
     layout: RowLayout | None = None
-    call_id: int | tuple[int, int] | None = None
+    call_id: CallId | None = None
 
     @property
     def pass_id(self) -> tuple[int, int]:
@@ -79,7 +81,7 @@ class LayerCall:
         return loss_id(self.pass_id)
 
     @property
-    def key(self) -> tuple[tuple[int, int], int | tuple[int, int]] | None:
+    def key(self) -> CallKey | None:
         """The same for calls that bring errors of several terms of a loss, in several backward passes."""
         return None if self.call_id is None else (self.pass_id, self.call_id)
 
@@ -181,7 +183,7 @@ class Site:
         forward_id: int,
         volatile: bool = False,
         nodes: Sequence[Any] | None = None,
-        call_id: int | tuple[int, int] | None = None,
+        call_id: CallId | None = None,
     ) -> Pair:
         """Passes input and error to the recorders, and returns the gradients of weight and bias.
 
@@ -231,7 +233,7 @@ class Site:
     def turn(self) -> tuple[int, int]:
         """Identifies a call in an execution of a compiled graph, whose calls are all differentiated, in one order."""
         task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()  # pyright: ignore
-        execution = -1 if node is None else node.metadata.setdefault(SITE, next(Site.calls))
+        execution = -1 if node is None else node.metadata.setdefault(SITE, next(Site.calls))  # pyright: ignore
         self.latest = self.latest if self.latest[0] == task else (task, Counter())
         self.latest[1][execution] += 1
         return execution, self.latest[1][execution]

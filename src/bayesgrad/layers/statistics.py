@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayesgrad import layers
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import LayerCall, loss_id
+from bayesgrad.layers.call import CallKey, LayerCall, loss_id
 from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import Moment, has_finite_square, joined, norm
@@ -90,7 +90,7 @@ class LayerStatistics:
         self.observed = 0.0  # those that belong to observed losses
         self._losses: dict[tuple[int, int], float] = {}
         self._others = 0.0  # losses of passes in which the layer was not called
-        self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
+        self._added: set[CallKey] = set()
         self._lost = False  # whether an error came too late to be added to another one
         self._shared = False  # whether moments are those of all processes
         self._moments = {side: self._moment(side, side == "input" and self._has_ones) for side in sides}
