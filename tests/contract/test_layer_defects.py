@@ -680,6 +680,34 @@ def test_micro_batches_in_parts_act_like_one_batch(name: str, called: bool) -> N
     assert_same_step(model, other)
 
 
+class Recurrent(nn.Module):
+    """Sequences of three inputs, whose last output is classified."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"proj_size": 3} if kind == "LSTM" else {"bidirectional": True}
+        self.body = getattr(nn, kind)(2, 4, batch_first=True, **options)
+        self.head = nn.LazyLinear(3)
+        self.double()(data()[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.unflatten(1, (3, 2)))[0][:, -1])
+
+
+@every_rule
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_the_loss_of_a_recurrent_network_in_parts_is_one_loss(name: str, kind: str) -> None:
+    model, other = Recurrent(kind), Recurrent(kind)
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(3):
+        passes(model, optimizer, index, terms)
+        optimizer.step()
+        passes(other, reference, index)
+        reference.step()
+    assert_same_step(model, other)
+
+
 @pytest.mark.parametrize("name", ["OGN", "VOGN", "FP empirical"])
 def test_parts_of_two_losses_in_turn_are_refused(name: str) -> None:
     model = network()

@@ -15,7 +15,7 @@ from torch import _VF, Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from bayesgrad.layers.call import SITE, SITES, Pair, Part, is_recorded
+from bayesgrad.layers.call import SITE, SITES, Pair, Part, Site, is_recorded
 from bayesgrad.layers.operations import LINEAR, parameter_gradients
 
 
@@ -196,6 +196,7 @@ class RecordedRecurrence(torch.autograd.Function):
         tensors, (ctx.kind, ctx.forward_id, ctx.handles) = given[:8], given[8:]
         x, w_ih, b_ih, w_hh, b_hh, w_hr, h, c = tensors
         ctx.handle = max(ctx.handles)
+        ctx.call_ids = [next(Site.calls) for _ in ctx.handles]  # the same in all backward passes of this graph
         ctx.present = [tensor is not None for tensor in tensors]
         cell = CELLS[ctx.kind]
         gates = F.linear(x, w_ih, b_ih + b_hh if cell.folds and b_ih is not None else b_ih)
@@ -228,11 +229,12 @@ class RecordedRecurrence(torch.autograd.Function):
         if w_hr is not None:
             _, gates, _, squashed = saved
             calls.append((5, gates.chunk(4, -1)[3] * squashed, w_hr, None, found.outputs))
-        for handle, (place, inputs, weight, bias, errors) in zip(ctx.handles, calls):
+        for handle, call_id, (place, inputs, weight, bias, errors) in zip(ctx.handles, ctx.call_ids, calls):
             needed = needs[place], bias is not None and needs[place + 1]
             own = nodes[place : place + 1 + (bias is not None)]
             volatile = place == 1 and x.is_leaf and x.dtype == dtype
-            pair = _gradients(handle, errors, inputs, weight.to(dtype), needed, ctx.forward_id, volatile, own)
+            ids = ctx.forward_id, call_id
+            pair = _gradients(handle, errors, inputs, weight.to(dtype), needed, ids, volatile, own)
             for i, gradient in enumerate(pair):
                 if gradient is not None:
                     gradients[place + i] = gradient.to(weight.dtype)
@@ -249,14 +251,17 @@ def _gradients(
     inputs: Tensor,
     weight: Tensor,
     needs: tuple[bool, bool],
-    forward_id: int,
+    ids: tuple[int, int],
     volatile: bool,
     nodes: Sequence[Any],
 ) -> Pair:
     site = SITES.get(handle)
     if site is None or not any(needs):
         return parameter_gradients((LINEAR,), errors, inputs, weight, needs)
-    return site.gradients((LINEAR,), errors, inputs, weight, needs, forward_id, volatile, site.own_nodes(nodes))
+    forward_id, call_id = ids
+    return site.gradients(
+        (LINEAR,), errors, inputs, weight, needs, forward_id, volatile, site.own_nodes(nodes), call_id
+    )
 
 
 def _differentiable(ctx: Any, tensors: Sequence[Any], slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
