@@ -594,6 +594,45 @@ def test_layouts_are_found_under_autocast(layout: str) -> None:
     assert {call.layout for _, calls in source.pending.values() for call in calls} == {wanted}
 
 
+class Placed(nn.Module):
+    """Tokens with embeddings of positions, which are looked up once for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.places, self.head = nn.Embedding(7, 5), nn.Embedding(T, 5), nn.Linear(5, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.table(x) + self.places(torch.arange(T))).tanh())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_foof_of_positions_under_autocast(dtype: torch.dtype) -> None:
+    """Each example looks up each of the T positions once, in T losses: the moment of each is 1/T in any precision."""
+    x, y = data()
+    model = Placed()
+    optimizer = FOOF(model)
+    with torch.autocast("cpu", dtype):
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    loss.backward()
+    optimizer.step()
+    close(optimizer.state[model.places.weight]["input_moment"][0], torch.full((T,), 1 / T), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_foof_of_examples_in_another_order_under_autocast(dtype: torch.dtype) -> None:
+    """Rows of which each belongs to one example are counted once: the moment of the bias is that of one row a loss."""
+    x, y = data()
+    model = Tokens("reversed").float()
+    optimizer = FOOF(model)
+    with torch.autocast("cpu", dtype):
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    loss.backward()
+    optimizer.step()
+    for layer in (model.first, model.second):
+        close(optimizer.state[layer.weight]["input_moment"][0, -1, -1], torch.tensor(1.0), rtol=1e-6)
+
+
 def test_numbers_of_losses() -> None:
     size = torch.Size
     tokens = ForwardPass(size((4, 6, 3)))

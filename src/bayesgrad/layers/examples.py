@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bayesgrad import layers
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import SITE, LayerCall, RecordedLayer
 from bayesgrad.layers.graph import COMPILED_GRAPH, below
 from bayesgrad.layers.layout import MIXED, RowLayout
@@ -204,10 +205,11 @@ def _constant_statistics(outputs: Iterable[Tensor]) -> Iterator[None]:
 def _is_shared(one: LayerCall, other: LayerCall, eps: float) -> bool:
     """Whether there is a row whose error is no multiple of that without weights."""
     rows = layers.leading_rows(one.module, one.error)
-    plain, weighted = one.error.reshape(rows, -1), other.error.reshape(rows, -1)
+    # Half precision would round the ratios, by as much as half of this bound.
+    plain, weighted = (call.error.reshape(rows, -1).to(compute_dtype(call.error.dtype)) for call in (one, other))
     ratios = (plain * weighted).sum(1, keepdim=True) / plain.square().sum(1, keepdim=True)
     gap = (weighted - ratios.nan_to_num() * plain).abs().max()
-    return bool(gap > 1e3 * eps * plain.abs().max())
+    return bool(gap > min(1e3 * eps, 0.05) * plain.abs().max())
 
 
 def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagate: Backpropagate) -> list[LayerCall]:
