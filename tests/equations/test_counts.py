@@ -595,15 +595,21 @@ def test_layouts_are_found_under_autocast(layout: str) -> None:
 
 
 class Placed(nn.Module):
-    """Tokens with embeddings of positions, which are looked up once for all examples."""
+    """Tokens with embeddings of positions, which are looked up once for all examples, or are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.places, self.head = nn.Embedding(7, 5), nn.Embedding(T, 5), nn.Linear(5, C)
+        self.table, self.head = nn.Embedding(7, 5), nn.Linear(5, C)
+        self.places = nn.GRU(T, 5) if recurrent else nn.Embedding(T, 5)
+        self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head((self.table(x) + self.places(torch.arange(T))).tanh())
+        h = self.table(x)
+        if not self.skips:
+            gru = isinstance(self.places, nn.GRU)
+            h = h + (self.places(torch.eye(T))[0] if gru else self.places(torch.arange(T)))
+        return self.head(h.tanh())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -631,6 +637,103 @@ def test_foof_of_examples_in_another_order_under_autocast(dtype: torch.dtype) ->
     optimizer.step()
     for layer in (model.first, model.second):
         close(optimizer.state[layer.weight]["input_moment"][0, -1, -1], torch.tensor(1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["thawed", "skipped"])
+@pytest.mark.parametrize("recurrent", [False, True], ids=["table", "recurrent"])
+def test_foof_of_positions_that_the_first_pass_did_not_use(how: str, recurrent: bool) -> None:
+    """A layer that is frozen or left out in the first pass with given shapes is an input of each example afterwards."""
+    x, y = data()
+    model = Placed(recurrent)
+    optimizer = FOOF(model, stats_every=1)
+    for first in (True, False):
+        model.places.requires_grad_(how != "thawed" or not first)
+        model.skips = how == "skipped" and first
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+    if recurrent:
+        moment = symmetric(optimizer.state[model.places.weight_ih_l0]["input_moment"])[0, :T, :T]
+        close(moment, torch.eye(T) / T, rtol=1e-6)
+    else:
+        close(optimizer.state[model.places.weight]["input_moment"][0], torch.full((T,), 1 / T), rtol=1e-6)
+
+
+class Blocks(nn.Module):
+    """Residual layers with positions first, as many as examples, of which a pass uses those with some numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(count)])
+        self.head, self.used = nn.Linear(3, C), tuple(range(count))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.transpose(0, 1)
+        for number in self.used:
+            h = h + self.blocks[number](h).tanh()
+        return self.head(h.mean(0))
+
+
+def block_data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(B, B, 3, dtype=D), torch.randint(0, C, (B,))
+
+
+@pytest.mark.parametrize("how", ["thawed", "skipped"])
+def test_squares_of_layers_that_the_first_pass_did_not_use(how: str) -> None:
+    """They are those of per-example gradients, also if as many positions as examples come first."""
+    x, y = block_data()
+    model = Blocks(2)
+    optimizer = OGN(model, num_data=50)
+    for first in (True, False):
+        model.blocks[1].requires_grad_(how != "thawed" or not first)
+        model.used = (0,) if how == "skipped" and first else (0, 1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        found = squares(optimizer, model) if not first else {}
+        optimizer.step() if first else None
+    for n, p in model.named_parameters():
+        each = [torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), p)[0] for i in range(B)]
+        close(found[n], torch.stack(each).square().mean(0))
+
+
+def test_how_often_layers_that_passes_leave_out_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more for each pass with a layer that no pass with these shapes had used before, and then not any more."""
+    x, y = block_data()
+    searches: list[int] = []
+    backpropagate = LayerRecorder.backpropagate
+    monkeypatch.setattr(LayerRecorder, "backpropagate", lambda *a: searches.append(1) or backpropagate(*a))
+    model, counts = Blocks(4), []
+    optimizer = OGN(model, num_data=50)
+    for used in ((0,), (1,), (0, 1), (), (1, 2, 3), (0, 3), (0, 1, 2, 3)):
+        model.used = used
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        counts.append(len(searches))
+    assert counts == [2, 4, 4, 4, 6, 6, 6]
+
+
+def test_a_later_search_without_errors_keeps_a_layout() -> None:
+    """Errors of zero fit every layout: those of a layer that was found before do not replace what is known of it."""
+    x, y = block_data()
+    model = Blocks(2)
+    model.used = (0,)
+    optimizer = OGN(model, num_data=50)
+    for used, scale in (((0,), 1.0), ((0, 1), 0.0), ((0, 1), 1.0)):
+        model.used = used
+        optimizer.zero_grad()
+        hook = model.blocks[0].register_forward_hook(lambda module, args, out, scale=scale: scale * out)
+        F.cross_entropy(model(x), y).backward()
+        hook.remove()
+        if used == (0,) or scale == 0:
+            optimizer.step()
+    found = squares(optimizer, model)
+    for n, p in model.named_parameters():
+        each = [torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), p)[0] for i in range(B)]
+        close(found[n], torch.stack(each).square().mean(0))
 
 
 def test_numbers_of_losses() -> None:

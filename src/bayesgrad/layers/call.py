@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from bayesgrad.layers.hooks import PassNumber
 from bayesgrad.layers.layout import RowLayout
 from bayesgrad.layers.operations import LINEAR, Operation, input_gradient, operation, parameter_gradients, prepare, run
 from bayesgrad.shards import owner
@@ -90,30 +90,6 @@ class LayerCall:
         return replace(self, input=self.input.clone(), volatile=False) if self.volatile else self
 
 
-class PassNumber:
-    """A number that compiled layers read: compiled code increments it in place, eager code puts another tensor there.
-
-    A compiled backward pass may have saved the tensor, and read it after the next forward pass.
-    """
-
-    def __init__(self, number: int = 0) -> None:
-        self._number = np.array(number, dtype=np.int64)  # in the memory of the tensor, so that reading it is fast
-        self.value = torch.from_numpy(self._number)
-
-    def __int__(self) -> int:
-        return int(self._number)
-
-    def advance(self) -> bool:
-        """Increments the number; returns False where that is not possible, and no layer is recorded."""
-        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
-            return False
-        other = PassNumber(int(self) + 1)
-        if type(other.value) is not Tensor:  # of another mode: FakeTensorMode
-            return False
-        self._number, self.value = other._number, other.value
-        return True
-
-
 class Site:
     """The recorders of one module. A copy of the module (deepcopy, pickle) has none."""
 
@@ -130,6 +106,7 @@ class Site:
         self.counter = PassNumber()
         # The latest backward pass, and the calls that it has differentiated by execution of a compiled graph.
         self.latest: tuple[int, Counter[int]] = -1, Counter()
+        self.called = 0  # the latest forward pass with a call that is not compiled
 
     def __reduce__(self) -> tuple:
         return Site, ()
@@ -158,6 +135,11 @@ class Site:
             if (recorder := ref()) is not None:
                 return recorder.begun if recorder.inside else recorder.forward_id
         return 0
+
+    def begin_call(self) -> int:
+        """The forward pass of a call that begins."""
+        self.called = self.forward_id()
+        return self.called
 
     def compiled_id(self, number: int) -> int:
         """As `forward_id`, of a compiled call that has read this number of a pass."""
@@ -379,7 +361,7 @@ def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
     """The operation of a recorded module with these parameters."""
     site: Site = getattr(module, SITE)
     compiling = torch.compiler.is_compiling()
-    ids = (_copy_of(site.counter.value), site.key) if compiling else (site.forward_id(), site.handle)
+    ids = (_copy_of(site.counter.value), site.key) if compiling else (site.begin_call(), site.handle)
     op = (LINEAR,) if isinstance(module, nn.Linear) else operation(module)
     return RecordedLayer.apply(x, weight, bias, op, *ids)  # pyright: ignore[reportReturnType]
 

@@ -7,7 +7,8 @@ examples, or has them in another order, which may depend on the data: it has no 
 
 A layout holds for all passes with the same shapes, unless the graph has an operation above the layer that selects or
 moves rows (an index, `scatter`, `sort`). Then the layouts of rows without further dimensions are searched in each pass,
-and others whenever the number of passes has doubled. A layer whose layout has changed has none from then on.
+and others whenever the number of passes has doubled. A layer whose layout has changed has none from then on. A pass is
+also searched if it calls a layer that earlier ones with the same shapes did not record: it was frozen, or left out.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class RowLayouts:
         self._hidden: set[Shapes] = set()  # outputs of models that cannot be searched
         self._attempts: Counter[Any] = Counter()
         self._settled: set[Any] = set()
+        self._searched: dict[Any, set[str]] = {}  # layers that passes which were searched have called, if that is known
         self._moving: dict[Any, bool] = {}  # passes whose layouts may depend on data, and whether each is searched
         self._later: Counter[Any] = Counter()  # how many of them came after the first search
 
@@ -66,7 +68,8 @@ class RowLayouts:
             backpropagate: as in `LayerRecorder`.
             group: the number of rows of the outputs that are one example.
         """
-        self.search([outputs], backpropagate, group, tuple((call.name, call.error.shape) for call in calls))
+        what = tuple((call.name, call.error.shape) for call in calls)
+        self.search([outputs], backpropagate, group, what, {call.name for call in calls})
         return [self.of(call, (outputs.shape,), group) for call in calls]
 
     def of(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> LayerCall:
@@ -98,18 +101,28 @@ class RowLayouts:
         return (key, call.name, call.error.shape) in self._shared
 
     def search(
-        self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any, once: bool = False
+        self,
+        outputs: Sequence[Tensor],
+        backpropagate: Backpropagate,
+        group: int,
+        what: Any,
+        called: Iterable[str] = (),
+        once: bool = False,
     ) -> None:
         """Finds the layouts of the layers that the outputs depend on, unless it was done before.
 
         Args:
             outputs: with the same number of examples.
             what: distinguishes passes with outputs of the same shapes.
+            called: the names of layers that the pass has called, if they may be others than in the pass before.
             once: whether it does not matter if layouts depend on data.
         """
         key = tuple(t.shape for t in outputs), group
-        if not self.anywhere((key, what) not in self._settled or (not once and self._is_due((key, what)))):
+        known = self._searched.get((key, what), set())
+        due = (key, what) not in self._settled or not known.issuperset(called)
+        if not self.anywhere(due or (not once and self._is_due((key, what)))):
             return
+        self._searched[key, what] = known.union(called)
         if self.tolerant and COMPILED_GRAPH in {node.name() for node in below(t.grad_fn for t in outputs)}:
             self._settled.add((key, what))  # statistics of a normalisation that is compiled cannot be held constant
             self._hidden.add(key)
@@ -133,26 +146,30 @@ class RowLayouts:
         eps = max(torch.finfo(dtype).eps for dtype in {*[t.dtype for t in outputs], *[c.error.dtype for c in plain]})
         found: dict[Any, RowLayout] = {}
         shared = set()
-        settled = True
+        unclear = set()
         moving, searched = _moving(outputs), (key, what) in self._settled
         each: set[bool] = set()  # whether layers with a layout that may change are searched in each pass
         for one, other in zip(plain, weighted, strict=True):
             place = key, one.name, one.error.shape
             layout, clear = _best(one, other, weights, eps)
             moves = one.module.__dict__[SITE].handle in moving
+            if one.name in known and not (clear or moves):  # it was clear before, and errors of this pass say less
+                layout, clear = self._found.get(place, layout), True
             before = self._found.get(place, layout) if moves and searched else layout
             found[place] = layout if found.get(place, layout) == layout == before else MIXED
             each |= {_is_flat(one)} if moves and len(weights) > 1 and found[place] != MIXED else set()
             if layout == MIXED and _is_shared(one, other, eps):
                 shared.add(place)
-            settled = settled and clear
+            unclear |= set() if clear else {one.name}
         self._moving.pop((key, what), None)
         self._moving |= {(key, what): any(each)} if each else {}
         self._found |= found
         if any(layout != MIXED for layout in found.values()):  # else the model itself mixes examples
             self._shared |= shared
-        if settled or self._attempts[key, what] >= ATTEMPTS:
+        if not unclear or self._attempts[key, what] >= ATTEMPTS:
             self._settled.add((key, what))
+        else:
+            self._searched[key, what] -= unclear - known
 
     def _is_due(self, which: Any) -> bool:
         """Whether the layouts of a pass that was searched are searched again: they may depend on data."""

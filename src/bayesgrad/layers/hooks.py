@@ -6,16 +6,39 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-
-from bayesgrad.layers.call import PassNumber
 
 if TYPE_CHECKING:
     from bayesgrad.layers.recorder import LayerRecorder
 
 MAX_DIMS = 6  # of outputs of a compiled model whose shape is noted
 MAX_PASSES = 256  # forward passes whose shapes are kept until their backward pass
+
+
+class PassNumber:
+    """A number that compiled layers read: compiled code increments it in place, eager code puts another tensor there.
+
+    A compiled backward pass may have saved the tensor, and read it after the next forward pass.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._number = np.array(number, dtype=np.int64)  # in the memory of the tensor, so that reading it is fast
+        self.value = torch.from_numpy(self._number)
+
+    def __int__(self) -> int:
+        return int(self._number)
+
+    def advance(self) -> bool:
+        """Increments the number; returns False where that is not possible, and no layer is recorded."""
+        if torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+            return False
+        other = PassNumber(int(self) + 1)
+        if type(other.value) is not Tensor:  # of another mode: FakeTensorMode
+            return False
+        self._number, self.value = other._number, other.value
+        return True
 
 
 def not_alone(function: Callable) -> None:

@@ -60,7 +60,6 @@ from bayesgrad.layers.call import (
     SITES,
     LayerCall,
     Pair,
-    PassNumber,
     RecordedLayer,
     Site,
     forward,
@@ -71,7 +70,7 @@ from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.graph import CHECKPOINT, below, check_graph, explained, graph_nodes
-from bayesgrad.layers.hooks import MAX_DIMS, MAX_PASSES, InputHook, OutputHook, PassCounter
+from bayesgrad.layers.hooks import MAX_DIMS, MAX_PASSES, InputHook, OutputHook, PassCounter, PassNumber
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.operations import CONVOLUTION, LINEAR, TRANSPOSED_LINEAR
 from bayesgrad.shards import FSDP, gathered, owner, unreduced
@@ -215,6 +214,11 @@ class LayerRecorder:
                 node.register_prehook(partial(note, number))
                 node.register_hook(partial(note, None))
         self.recomputed = None if some else number  # the tensors of some objects are not found
+
+    def called(self) -> set[str]:
+        """The names of the layers that the latest forward pass has called, with a parameter that is trained."""
+        sites = ((name, module.__dict__.get(SITE)) for name, module in self.layers.items())
+        return {name for name, site in sites if site is not None and site.called == self.current}
 
     def forward_pass(self, forward_id: int) -> ForwardPass | None:
         """The shapes of a forward pass; None if the model did not return a tensor with examples."""

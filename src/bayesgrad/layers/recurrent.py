@@ -342,4 +342,5 @@ def _recurrence(
     if not alive:
         return _fused(name, *tensors)
     handles = tuple(-1 if site is None else site.handle for site in sites)
-    return RecordedRecurrence.apply(*tensors, name, alive[0].forward_id(), handles)  # pyright: ignore[reportReturnType]
+    forward_id, *_ = [site.begin_call() for site in alive]
+    return RecordedRecurrence.apply(*tensors, name, forward_id, handles)  # pyright: ignore[reportReturnType]

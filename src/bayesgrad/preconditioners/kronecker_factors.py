@@ -28,7 +28,8 @@ class InputFactor(LayerPreconditioner):
     """(A + damping I)^-1 for each layer, with the second moment A of its inputs, from backward passes.
 
     What a layer computes once for all examples (embeddings of positions) is an input of each of them. Such layers are
-    found by two additional backward passes, once for each shape of the outputs. What a layer computes counts as
+    found by two additional backward passes, once for each shape of the outputs, and again if a pass calls a layer that
+    was frozen in these, or that they left out. What a layer computes counts as
     different for each example if it has another number of rows than in these passes, or if the model returns outputs of
     some tokens alone.
     """
@@ -41,7 +42,7 @@ class InputFactor(LayerPreconditioner):
         self.layouts.tolerant = any(map(layers.mixes_examples, self.recorded.model.modules()))
         if (group := recorder.passes[recorder.current].rows_of_argument) is not None:
             what = arguments, self.layouts.tolerant
-            self.layouts.search(outputs[:1], recorder.backpropagate, group, what, once=True)
+            self.layouts.search(outputs[:1], recorder.backpropagate, group, what, recorder.called(), once=True)
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
         losses = super().losses(call, forward, group)

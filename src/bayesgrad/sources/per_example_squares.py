@@ -34,8 +34,9 @@ class PerExampleSquares(Source):
     of losses.
 
     An example is one index of the first dimension of the model's outputs. Which rows of a layer belong to it is found
-    by two more backward passes of the first forward pass with given shapes. In a compiled model, and if the model
-    returns no tensor, it is the first dimension of the layer's input.
+    by two more backward passes of the first forward pass with given shapes, and of later ones with layers that were
+    frozen in it, or that it left out. In a compiled model, and if the model returns no tensor, it is the first
+    dimension of the layer's input.
 
     Reference: Khan and Rue 2023, Eq. 45.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
@@ -92,7 +93,8 @@ class PerExampleSquares(Source):
         forward = recorder.passes[recorder.current]
         group = forward.group(self.optimizer.param_groups[0]["losses_per_example"])
         self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
-        self.layouts.search(outputs, recorder.backpropagate, group, (arguments, self.layouts.tolerant))
+        what = arguments, self.layouts.tolerant
+        self.layouts.search(outputs, recorder.backpropagate, group, what, recorder.called())
         self.shapes[recorder.current] = tuple(t.shape for t in outputs)
         if len(self.shapes) > len(recorder.passes):
             del self.shapes[next(iter(self.shapes))]
