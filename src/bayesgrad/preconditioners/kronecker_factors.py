@@ -29,9 +29,10 @@ class InputFactor(LayerPreconditioner):
 
     What a layer computes once for all examples (embeddings of positions) is an input of each of them. Such layers are
     found by two additional backward passes, once for each shape of the outputs, and again if a pass calls a layer that
-    was frozen in these, or that they left out. What a layer computes counts as
-    different for each example if it has another number of rows than in these passes, or if the model returns outputs of
-    some tokens alone.
+    was frozen in these, or that they left out. A row that belongs to some of the examples alone (hidden layers that are
+    mixed, nodes of one graph) counts as one of all of them, so that steps of this layer are shorter than they could be.
+    What a layer computes counts as different for each example if it has another number of rows than in these passes, or
+    if the model returns outputs of some tokens alone.
     """
 
     sides = ("input",)
