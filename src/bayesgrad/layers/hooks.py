@@ -1,4 +1,4 @@
-"""The hooks of a model that tell its recorder where a forward pass begins and ends."""
+"""The hooks of a model that tell its recorder where a forward pass begins and ends, and the number of the pass."""
 
 from __future__ import annotations
 
