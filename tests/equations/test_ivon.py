@@ -396,6 +396,25 @@ def test_a_prior_from_an_earlier_task_pulls_and_holds() -> None:
     twin.load_state_dict(optimizer.state_dict())
 
 
+def test_a_frozen_layer_is_a_constant_of_the_posterior_with_a_prior_too() -> None:
+    """Until it was trained: then it has the variance of its last step."""
+    model = small_model(torch.float64)
+    earlier = IVON(model.named_parameters(), num_data=100).posterior(model)
+    named = dict(model.named_parameters())
+    first, *others = named
+    for prior in (None, earlier):
+        for trained in (False, True):
+            optimizer = IVON(model.named_parameters(), num_data=100, prior=prior, seed=0)
+            for frozen in (not trained, True):
+                named[first].requires_grad_(not frozen)
+                with optimizer.sampled():
+                    for p in model.parameters():
+                        p.grad = torch.ones_like(p) if p.requires_grad else None
+                optimizer.step()
+            assert set(optimizer.posterior(model).variance()) == {*([first] if trained else []), *others}
+            named[first].requires_grad_(True)
+
+
 @pytest.mark.parametrize("curvature", ["reparameterised", "gradsq"])
 @pytest.mark.parametrize(("value", "rounds"), [(8.0, True), (0.5, False)])
 def test_weights_that_cannot_hold_the_noise_are_named_once(value: float, rounds: bool, curvature: str) -> None:

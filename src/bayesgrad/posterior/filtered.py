@@ -35,6 +35,11 @@ def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
     return names
 
 
+def is_constant(optimizer: Any, p: Tensor) -> bool:
+    """Whether a parameter is frozen and was never updated; its state may have a prior."""
+    return not p.requires_grad and not float(optimizer.state.get(p, {}).get("step", 0))
+
+
 def check_scale(scale: float) -> None:
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
@@ -49,7 +54,7 @@ def gaussian_posterior(optimizer: Any, model: nn.Module, scale: float) -> Gaussi
         joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if names[id(p)] in joint or (not p.requires_grad and not optimizer.state.get(p)):
+                if names[id(p)] in joint or is_constant(optimizer, p):
                     continue
                 variance = optimizer.variance_of(group, p) * scale
                 beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
