@@ -569,6 +569,17 @@ def test_a_posterior_is_the_prior_of_the_next_task() -> None:
     assert all(torch.equal(p, known.mode[name]) for name, p in model.named_parameters())
 
 
+def test_a_prior_is_that_of_a_group_which_is_added_later() -> None:
+    """The belief about its weights begins at the prior, as that of the first group."""
+    model = network()
+    known = BernoulliPosterior({name: normal(*p.shape, seed=9) for name, p in model.named_parameters()})
+    named = list(model.named_parameters())
+    optimizer = BayesBiNN(named[2:], num_data=N, prior=known)
+    optimizer.add_param_group({"params": named[:2]})
+    close([optimizer.state[p]["natural"] for _, p in named], list(known.natural.values()))
+    close([optimizer.state[p]["prior_natural"] for _, p in named], list(known.natural.values()))
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.float32, D, torch.bfloat16], ids=str)
 def test_compiled_draws_and_steps_agree_to_the_last_bit(dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -394,6 +395,52 @@ def test_a_prior_from_an_earlier_task_pulls_and_holds() -> None:
         IVON(model.parameters(), num_data=50, prior=posterior)
     twin = IVON(model.named_parameters(), num_data=50, prior=posterior)
     twin.load_state_dict(optimizer.state_dict())
+
+
+def precisions(model: nn.Module, optimizer: IVON) -> dict[str, float]:
+    return {
+        name.replace("_orig_mod.", ""): float(optimizer.state[p]["prior_precision"].mean())
+        for name, p in model.named_parameters()
+    }
+
+
+def test_a_prior_is_that_of_a_parameter_in_a_compiled_submodule() -> None:
+    model = network()
+    earlier = IVON(model.named_parameters(), num_data=1000).posterior(model)  # 1001, in place of 1
+    model[0] = torch.compile(model[0])  # which is not called
+    optimizer = IVON(model.named_parameters(), num_data=10, prior=earlier)
+    assert precisions(model, optimizer) == pytest.approx(dict.fromkeys(earlier.mean, 1001.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_prior_is_that_of_a_group_which_is_added_later(copied: bool) -> None:
+    """The steps are those of an optimizer that had both groups from the beginning; a head without a prior is taken."""
+    first = network()
+    earlier = IVON(first.named_parameters(), num_data=1000).posterior(first)
+    ends = []
+    for late in (False, True):
+        model = network()
+        body, head = list(model.named_parameters())[:2], list(model.named_parameters())[2:]
+        new = [("new", nn.Parameter(torch.ones(2, **F64)))]
+        groups = [{"params": some} for some in (head, body, new)]
+        optimizer = IVON(groups[:1] if late else groups, num_data=10, prior=earlier, seed=0)
+        if late and copied:
+            model, new, optimizer = copy.deepcopy((model, new, optimizer))
+            groups = [{}, {"params": list(model.named_parameters())[:2]}, {"params": new}]
+        for group in groups[1:] if late else ():
+            optimizer.add_param_group(group)
+        with optimizer.sampled(noise=torch.zeros_like):
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert precisions(model, optimizer) == pytest.approx(dict.fromkeys(earlier.mean, 1001.0), rel=1e-12)
+        assert float(optimizer.state[new[0][1]]["prior_precision"].mean()) == 1
+        ends.append([p.detach().clone() for p in (*model.parameters(), new[0][1])])
+    assert all(map(torch.equal, *ends))
+    optimizer = IVON(list(network().named_parameters())[2:], num_data=10, prior=earlier)
+    with pytest.raises(ValueError, match=r"'0.bias' must have the shape \(2,\) in the prior, got \(8,\)"):
+        optimizer.add_param_group({"params": [("0.bias", nn.Parameter(torch.ones(2, **F64)))]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_frozen_layer_is_a_constant_of_the_posterior_with_a_prior_too() -> None:

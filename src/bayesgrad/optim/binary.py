@@ -14,7 +14,7 @@ from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, FINITE, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.running_statistics import spread
-from bayesgrad.optim.variational import check_prior
+from bayesgrad.optim.variational import NamedPrior
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Groups, Source, entries
 from bayesgrad.posterior import BernoulliPosterior, Posterior
@@ -263,8 +263,8 @@ class BayesBiNN(BinaryOptimizer):
         momentum: decay of the natural gradient's average.
         natural_init: root mean square of the initial lambda.
         samples: number of weight samples that `step(closure)` averages over.
-        prior: the `BernoulliPosterior` of an earlier task, used as the prior of this one; parameters must be named.
-            Parameters that it does not contain have the uniform prior.
+        prior: the `BernoulliPosterior` of an earlier task, used as the prior of this one; parameters must be named,
+            also in groups that are added. Parameters that it does not contain have the uniform prior.
         seed: noise is a function of the seed, the number of earlier draws and the position of a weight; None draws one
             from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
@@ -280,6 +280,8 @@ class BayesBiNN(BinaryOptimizer):
     """
 
     rule = BinaryRule.of(NaturalStep(), Relaxed.state_key)
+    kept = (*BeliefOptimizer.kept, "_prior")
+    _prior: NamedPrior | None = None
     accepts = {
         **BeliefOptimizer.accepts,
         "weight_decay": PRIOR_DECAYS,
@@ -317,14 +319,20 @@ class BayesBiNN(BinaryOptimizer):
             raise TypeError(
                 f"prior must be a BernoulliPosterior (as from BayesBiNN.posterior), got {type(prior).__name__}."
             )
-        check_prior(self.param_groups, prior.natural)
-        for group in self.param_groups:
-            for name, p in zip(group["param_names"], group["params"]):
-                if name in prior.natural:
-                    natural = torch.empty_like(p, dtype=compute_dtype(p.dtype))
-                    natural.copy_(shards.placed_like(prior.natural[name], p))
-                    self.state[p][PRIOR_NATURAL] = natural
-            group["informed"] = True
+        self._prior = NamedPrior({name: (natural,) for name, natural in prior.natural.items()})
+        self._prior.inform(self)
+
+    def group_added(self) -> None:
+        if self._prior is not None:
+            self._prior.inform_last(self)
+        super().group_added()
+
+    def inform(self, group: dict[str, Any], known: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
+        """Copies the prior of a group to the state, where it is known."""
+        for p, (given,) in known.items():
+            natural = torch.empty_like(p, dtype=compute_dtype(p.dtype))
+            natural.copy_(shards.placed_like(given, p))
+            self.state[p][PRIOR_NATURAL] = natural
 
     def build_sources(self) -> Iterator[Source]:
         yield BinarySampling("slope", self._sampling_scalars, Relaxed)

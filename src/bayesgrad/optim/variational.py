@@ -21,6 +21,7 @@ from bayesgrad.constraints import (
     POSITIVE_INTEGER,
     PRIOR_DECAYS,
 )
+from bayesgrad.layers.network import clean_name
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
@@ -35,6 +36,39 @@ IN_THE_AVERAGE = ("kl_weight", "num_data", "prior_precision")  # options that ar
 CHECK_AT_STEP = 1000  # the step at which to warn about a Hessian that has not changed
 
 
+class NamedPrior:
+    """A prior of parameters by their names, for the groups of an optimizer, also those that are added later.
+
+    Args:
+        prior: name -> tensors. Those of parameters that the optimizer has are given up as soon as its state has them.
+    """
+
+    def __init__(self, prior: Mapping[str, tuple[Tensor, ...]]) -> None:
+        self.prior = {clean_name(name): values for name, values in prior.items()}
+
+    def inform(self, optimizer: Any) -> None:
+        """Calls `optimizer.inform` for all groups, with the prior of each parameter that has one."""
+        check_prior(optimizer.param_groups, self.prior)
+        self._inform(optimizer, optimizer.param_groups)
+
+    def inform_last(self, optimizer: Any) -> None:
+        """As `inform`, for a group that was added, which may be without a prior; removes one that does not fit."""
+        try:
+            check_prior(optimizer.param_groups[-1:], self.prior, added=True)
+        except ValueError:
+            optimizer.param_groups.pop()
+            raise
+        self._inform(optimizer, optimizer.param_groups[-1:])
+
+    def _inform(self, optimizer: Any, groups: Sequence[dict[str, Any]]) -> None:
+        for group in groups:
+            named = zip(map(clean_name, group["param_names"]), group["params"])
+            optimizer.inform(group, {p: self.prior[name] for name, p in named if name in self.prior})
+            group["informed"] = True
+        taken = {clean_name(name) for group in groups for name in group["param_names"]}
+        self.prior = {name: values for name, values in self.prior.items() if name not in taken}
+
+
 class VariationalOptimizer(BeliefOptimizer):
     """Base class: fits q = N(m, S^-1) with diagonal S to minimise E_q[loss] + kl_weight KL(q, prior)/N for N data.
 
@@ -44,10 +78,12 @@ class VariationalOptimizer(BeliefOptimizer):
     Args:
         params, defaults: as for `BeliefOptimizer`.
         prior: the Gaussian posterior of an earlier task, used as the prior of this one. Parameters are matched by name,
-            so pass named parameters (or the model). Parameters that it does not contain have the prior
-            N(0, 1/prior_precision).
+            so pass named parameters (or the model), also to `add_param_group`. Parameters that it does not contain have
+            the prior N(0, 1/prior_precision).
     """
 
+    kept = (*BeliefOptimizer.kept, "_prior")
+    _prior: NamedPrior | None = None
     accepts = {
         **BeliefOptimizer.accepts,
         "weight_decay": PRIOR_DECAYS,
@@ -66,19 +102,25 @@ class VariationalOptimizer(BeliefOptimizer):
             return
         if not isinstance(prior, GaussianPosterior):
             raise TypeError(f"prior must be a Gaussian posterior, got {type(prior).__name__}.")
-        means, variances = prior.mean, prior.variance()
-        check_prior(self.param_groups, means)
-        for group in self.param_groups:
-            for name, p in zip(group["param_names"], group["params"]):
-                mean = torch.zeros_like(p, dtype=kernels.compute_dtype(p.dtype))
-                precision = torch.full_like(mean, group["prior_precision"])
-                if name in means:
-                    mean.copy_(shards.placed_like(means[name], p))
-                    precision.copy_(shards.placed_like(1 / variances[name], p))
-                self.state[p] |= {PRIOR_MEAN: mean, PRIOR_PRECISION: precision}
-            group["informed"] = True
-            # A distributed checkpoint is read into the tensors that exist, and takes some for all.
-            self.initialise(group, [p for p in group["params"] if p.requires_grad])
+        means = prior.mean
+        self._prior = NamedPrior({name: (means[name], 1 / variance) for name, variance in prior.variance().items()})
+        self._prior.inform(self)
+
+    def group_added(self) -> None:
+        if self._prior is not None:
+            self._prior.inform_last(self)
+        super().group_added()
+
+    def inform(self, group: dict[str, Any], known: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
+        """Copies the prior of a group to the state: mean and precision where they are known."""
+        for p in group["params"]:
+            mean = torch.zeros_like(p, dtype=kernels.compute_dtype(p.dtype))
+            precision = torch.full_like(mean, group["prior_precision"])
+            for own, value in zip((mean, precision), known.get(p, ())):
+                own.copy_(shards.placed_like(value, p))
+            self.state[p] |= {PRIOR_MEAN: mean, PRIOR_PRECISION: precision}
+        # A distributed checkpoint is read into the tensors that exist, and takes some for all.
+        self.initialise({**group, "informed": True}, [p for p in group["params"] if p.requires_grad])
 
     def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
         return (*super().slots(group, rule), *((PRIOR_PRECISION, PRIOR_MEAN) if group.get("informed") else ()))
@@ -179,21 +221,27 @@ def _with_natural_momentum(rule: UpdateRule) -> UpdateRule:
     return replace(rule, transition=transition, move=NaturalStep(natural_momentum=True))
 
 
-def check_prior(groups: list[dict[str, Any]], prior: Mapping[str, Tensor]) -> None:
+def check_prior(
+    groups: Sequence[Mapping[str, Any]], prior: Mapping[str, tuple[Tensor, ...]], added: bool = False
+) -> None:
     """Checks that a prior fits the parameters.
+
+    Args:
+        groups: of parameters.
+        prior: by the names of parameters without prefixes of compiled modules.
+        added: whether the groups are added to others, and may be without a prior.
 
     Raises:
         ValueError: parameters have no names, or the prior contains none of them, or one with another shape.
     """
     if any(group.get("param_names") is None for group in groups):
         raise ValueError("prior= needs named parameters: pass model.named_parameters().")
-    named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
-    if not named.keys() & prior.keys():
+    named = {clean_name(name): p for group in groups for name, p in zip(group["param_names"], group["params"])}
+    if not named.keys() & prior.keys() and not added:
         raise ValueError(
             f"the prior must contain parameters of the optimizer, such as {next(iter(named))!r}, got none of them."
         )
     for name in named.keys() & prior.keys():
-        if prior[name].shape != named[name].shape:
-            raise ValueError(
-                f"{name!r} must have the shape {tuple(named[name].shape)} in the prior, got {tuple(prior[name].shape)}."
-            )
+        given, wanted = tuple(prior[name][0].shape), tuple(named[name].shape)
+        if given != wanted:
+            raise ValueError(f"{name!r} must have the shape {wanted} in the prior, got {given}.")
