@@ -179,8 +179,8 @@ class BeliefOptimizer(CheckedOptimizer):
 
         Run forward and backward passes inside. Call `zero_grad` inside or before it; clip and unscale gradients between
         the context and `step()`. Micro-batches inside one context share the sample; a context for each samples anew.
-        Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Parameters that do not
-        require gradients are not perturbed. Draws under `torch.no_grad()` do not affect training.
+        Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Frozen parameters
+        are not perturbed (by SpikeSlab, if never trained). Draws under `torch.no_grad()` do not affect training.
 
         What needs the mean is refused inside: `step`, `posterior`, `eval`, copies, state dicts, new groups. A change of
         sampled weights would be lost, so it raises. Copies and state dicts of the *model* inside hold the sample.

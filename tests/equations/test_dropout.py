@@ -351,6 +351,30 @@ def test_frozen_parameters_are_neither_dropped_nor_updated_and_leave_the_masks_o
     assert set(optimizer.posterior(model).keep) == {"4.weight"}
 
 
+@every_update
+def test_what_is_frozen_after_it_was_trained_is_dropped_and_evaluated_as_before(update: str) -> None:
+    """Layer 2 alone, or all: masks are those of a run without frozen layers, and so are weights to evaluate with."""
+    for frozen in ("2", ""):
+        model, reference = network(), network()
+        optimizer, peer = (SpikeSlab(net, keep=0.5, update=update, seed=0) for net in (model, reference))
+        for index in range(2):
+            take(model, optimizer, index)
+            take(reference, peer, index)
+        model.get_submodule(frozen).requires_grad_(False)
+        kept = model[2].weight.detach().clone()
+        with optimizer.sampled(), peer.sampled():
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters()))
+            assert bool((model[2].weight == 0).any())
+        if frozen:
+            take(model, optimizer, 2)
+        assert torch.equal(model[2].weight, kept)
+        optimizer.eval()
+        assert torch.equal(model[2].weight, 0.5 * kept)
+        assert set(optimizer.posterior(model).keep) == {"2.weight", "4.weight"}
+        optimizer.train()
+        assert torch.equal(model[2].weight, kept)
+
+
 def test_several_draws_add_up_and_clipping_acts_on_what_the_step_sees() -> None:
     """Two draws by hand, by a closure, and by gradients through explicit masks, then clipped."""
     masks = [lambda p, s=s: (torch.arange(p.shape[1]) % 2 == s).to(D) for s in (0, 1)]

@@ -16,7 +16,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.posterior import DropoutPosterior
-from bayesgrad.posterior.filtered import names_in
+from bayesgrad.posterior.filtered import is_constant, names_in
 from bayesgrad.rules import AbsoluteHessian, MovingAverage, NaturalStep, SquaredGradient, SteadyState, UpdateRule
 from bayesgrad.rules.transition import FLOOR
 from bayesgrad.sources import HessianDiagonal, UnitDropout
@@ -77,7 +77,8 @@ class SpikeSlab(BeliefOptimizer):
         ['2.weight']
 
     Units are the inputs of Linear layers and the input channels of convolutions. Biases and all other parameters are
-    trained without masks, and so are weights that are shared with a layer of another type.
+    trained without masks, and so are weights that are shared with a layer of another type. Frozen weights are constants
+    without masks if they were never trained; those that were keep their masks and pi_1, also in evaluation.
 
     Args:
         model: the network.
@@ -179,9 +180,12 @@ class SpikeSlab(BeliefOptimizer):
         return masked_units(self.model)
 
     def keep_of(self, group: Mapping[str, Any], p: Tensor) -> float | None:
-        """The probability to keep each unit that this weight multiplies; None if units are never dropped."""
+        """The probability to keep each unit that this weight multiplies; None if units are never dropped.
+
+        They are dropped too if the weight is frozen, once it was trained: it is a weight for dropped units.
+        """
         keep = group["keep"]
-        if p not in self._masked:
+        if p not in self._masked or is_constant(self, p):
             return None
         if isinstance(keep, Mapping):
             return keep.get(self._masked[p].layer)
@@ -210,12 +214,12 @@ class SpikeSlab(BeliefOptimizer):
         found = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if p.requires_grad and (keep := self.keep_of(group, p)) is not None:
+                if (keep := self.keep_of(group, p)) is not None:
                     found[p] = keep * p.detach()
         return found
 
     def spread_in_training(self) -> float:
-        keeps = [self.keep_of(group, p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        keeps = [self.keep_of(group, p) for group in self.param_groups for p in group["params"]]
         return max((1 - keep for keep in keeps if keep is not None), default=0.0)
 
     def build_posterior(self, model: nn.Module, scale: float) -> DropoutPosterior:
@@ -229,7 +233,7 @@ class SpikeSlab(BeliefOptimizer):
                 for p in group["params"]:
                     slab[names[id(p)]] = p.detach().clone()
                     keep = self.keep_of(group, p)
-                    if keep is not None and p.requires_grad:
+                    if keep is not None:
                         masked = self._masked[p].units
                         size, like = (masked.count(p.shape),), {"dtype": compute_dtype(p.dtype), "device": p.device}
                         keeps[names[id(p)]] = torch.full(size, keep, **like)

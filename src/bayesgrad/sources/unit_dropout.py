@@ -71,11 +71,11 @@ class UnitDropout(Draws):
     def perturb(self, key: noise.Key, given: Noise | None, training: bool) -> None:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                keep = self.keep_of(group, p) if p.requires_grad else None
+                keep = self.keep_of(group, p)
                 if keep is None or not p.numel() or (keep == 1 and given is None):
                     continue
                 mask, weight = self._mask(p, keep, key, given), local(p)
-                if training:
+                if training and p.requires_grad:
                     # The mask is part of the model: hooks of users see the gradient behind it.
                     owner = gathered([p], now=True)[p]
                     others = dict(owner._backward_hooks or {})
