@@ -317,7 +317,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             for p, mean in self.evaluation_weights().items():
                 self.state[p][TRAINING_WEIGHT] = p.detach().clone()
                 p.copy_(mean)
-                self._evaluated += ((p, _fingerprint(p)),)
+                self._evaluated += ((p, fingerprint(p)),)
             self.weights_changed()
             for group in self.param_groups:
                 group["train_mode"] = False
@@ -348,7 +348,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
         Weights that were changed since, as by loading a checkpoint into the model, are kept, with a warning.
         """
-        changed = [p for p, seen in self._evaluated if seen != _fingerprint(p)]
+        changed = [p for p, seen in self._evaluated if seen != fingerprint(p)]
         self._evaluated, kept = (), set(map(id, changed))
         for p, entry in entries(self):
             trained = entry.pop(TRAINING_WEIGHT, None)
@@ -409,7 +409,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         return f"a parameter of shape {tuple(p.shape)}"
 
 
-def _fingerprint(p: Tensor) -> str:
+def fingerprint(p: Tensor) -> str:
     """Sum and sum of squares as text: equal for equal weights, also with NaN, and hardly ever for others."""
     values = shards.local(p.detach()).double()
     return f"{float(values.sum())!r} {float(values.square().sum())!r}"

@@ -375,6 +375,31 @@ def test_what_is_frozen_after_it_was_trained_is_dropped_and_evaluated_as_before(
         assert torch.equal(model[2].weight, kept)
 
 
+@pytest.mark.filterwarnings("ignore:the model's BatchNorm")
+def test_a_posterior_in_evaluation_mode_is_that_of_training_and_leaves_the_model_alone() -> None:
+    """Weights and estimated statistics stay; weights that were loaded since are those of the posterior."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).to(D)
+    optimizer = SpikeSlab(model, keep=0.8, seed=0)
+    for index in range(3):
+        take(model, optimizer, index)
+    expected = optimizer.posterior(model)
+    former = model[1].running_mean.clone()
+    optimizer.eval(model, statistics=data()[0])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = optimizer.posterior(model)
+    assert same(found.slab, expected.slab)
+    assert same(found.keep, expected.keep)
+    assert not torch.equal(model[1].running_mean, former)
+    assert same(before, model.state_dict())
+    with torch.no_grad():
+        model[3].weight.fill_(3)
+    assert same(optimizer.posterior(model).slab, expected.slab | {"3.weight": torch.full((2, 6), 3, dtype=D)})
+    with pytest.warns(UserWarning, match="was changed since eval"):
+        optimizer.train()
+    assert torch.equal(model[1].running_mean, former)
+
+
 def test_several_draws_add_up_and_clipping_acts_on_what_the_step_sees() -> None:
     """Two draws by hand, by a closure, and by gradients through explicit masks, then clipped."""
     masks = [lambda p, s=s: (torch.arange(p.shape[1]) % 2 == s).to(D) for s in (0, 1)]

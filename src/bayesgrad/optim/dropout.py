@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.checkpoint import settings
+from bayesgrad.checkpoint import TRAINING_WEIGHT, fingerprint, settings
 from bayesgrad.constraints import BOOLEAN, FINITE, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer import BeliefOptimizer
@@ -228,14 +228,16 @@ class SpikeSlab(BeliefOptimizer):
             raise ValueError(f"scale must be 1, got {scale!r}: the variance is that of the masks, which has no scale.")
         names = names_in(self, model)
         slab, keeps, units = {}, {}, {}
-        with self.mode(training=True):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    slab[names[id(p)]] = p.detach().clone()
-                    keep = self.keep_of(group, p)
-                    if keep is not None:
-                        masked = self._masked[p].units
-                        size, like = (masked.count(p.shape),), {"dtype": compute_dtype(p.dtype), "device": p.device}
-                        keeps[names[id(p)]] = torch.full(size, keep, **like)
-                        units[names[id(p)]] = masked
+        # In evaluation mode, those of training are in the state; a change of mode would lose estimated statistics.
+        changed = {id(p) for p, seen in self._evaluated if seen != fingerprint(p)}
+        for group in self.param_groups:
+            for p in group["params"]:
+                name, trained = names[id(p)], self.state.get(p, {}).get(TRAINING_WEIGHT, p)
+                slab[name] = (p if id(p) in changed else trained).detach().clone()
+                keep = self.keep_of(group, p)
+                if keep is not None:
+                    masked = self._masked[p].units
+                    size, like = (masked.count(p.shape),), {"dtype": compute_dtype(p.dtype), "device": p.device}
+                    keeps[name] = torch.full(size, keep, **like)
+                    units[name] = masked
         return DropoutPosterior(slab, keeps, units, model)
