@@ -220,7 +220,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Restores a run bit for bit, or raises and changes nothing.
 
         Unlike torch.optim, state keeps its dtype (float32 beside bfloat16 weights) and is copied. Parameters with the
-        same names in both are matched by name; an optimizer that uses the layers of its model refuses other names.
+        same names in both are matched by name within their groups; other groups are refused. An optimizer that uses the
+        layers of its model refuses other names.
         """
         self.require_training("load_state_dict()")
         if not isinstance(state_dict, dict):

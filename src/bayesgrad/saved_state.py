@@ -123,6 +123,12 @@ def in_order(optimizer: Restored, saved: Mapping[str, Any]) -> dict[str, Any]:
     given = [[_plain(name) for name in group.get("param_names", ())] for group in groups]
     alike = [sorted(map(_plain, names)) for names in mine] == [sorted(names) for names in given]
     whole = all(len(set(names)) == len(group.get("params", ())) for names, group in zip(given, groups))
+    names = sorted(_plain(name) for some in mine for name in some)
+    if names and not alike and names == sorted(name for some in given for name in some):
+        raise ValueError(
+            f"the saved state has the parameters of this {type(optimizer).__name__} in other param groups: build it "
+            "with the groups of the saved run, in their order."
+        )
     if optimizer.model is None and not (alike and whole):  # parameters without names, or with others: as in torch.optim
         return dict(saved)
     if not alike:

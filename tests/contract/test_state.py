@@ -224,6 +224,20 @@ def test_parameters_of_the_same_names_are_matched_by_name_and_others_by_position
     assert again.param_groups[0].get("param_names") == (list("ba") if matched else list("ab"))
 
 
+@elementwise_case
+def test_named_parameters_in_other_groups_are_refused(case: Case) -> None:
+    """As are groups in another order, since the state and the options would be those of other parameters."""
+
+    def built(*groups: str) -> torch.optim.Optimizer:
+        return case([{"params": [(name, nn.Parameter(torch.ones(3))) for name in names]} for names in groups])
+
+    saved = built("ab", "c").state_dict()
+    built("ba", "c").load_state_dict(saved)
+    for groups in (("c", "ab"), ("ac", "b"), ("a", "bc")):
+        with pytest.raises(ValueError, match=r"parameters of this \w+ in other param groups: build it with the groups"):
+            built(*groups).load_state_dict(saved)
+
+
 @every_case
 def test_loads_again_after_loading_copying_and_unpickling(case: Case) -> None:
     """torch adds `differentiable` to the defaults when it loads or unpickles; accelerate and Trainer load twice."""
