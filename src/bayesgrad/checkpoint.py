@@ -16,11 +16,12 @@ from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
 from bayesgrad.parts import Part, entries
 from bayesgrad.saved_state import NAMES, check_rule, check_saved, copied, in_order, pairs, unshared, written_names
-from bayesgrad.schedule import warn_above_reference
+from bayesgrad.schedule import RATES, warn_above_reference
 from bayesgrad.warning import warn
 
 NONFINITE = ("ignore", "raise", "skip")
 DRAWS = "draws"  # in the first group: the number of random draws so far
+NOTES = (*RATES, "rule", "train_mode", "informed", NAMES)  # in groups, about a run of one optimizer, beside `records`
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
 
 
@@ -94,6 +95,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.require_mean("add_param_group()")
         if self.model is not None:
             (param_group,) = named_groups(self.model, [param_group])
+        if "rule" in param_group:  # another optimizer has this dict
+            param_group = {k: v for k, v in param_group.items() if k not in (*NOTES, *self.records)}
         shared = self.param_groups[0] if self.param_groups else {}
         for name in shared.keys() & set(self.of_all_groups):
             param_group.setdefault(name, shared[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import warnings
@@ -56,6 +57,43 @@ def test_groups_can_be_added_in_every_form(case: Case, named: bool) -> None:
         warnings.simplefilter("ignore")
         train(model, optimizer, range(2))
     assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+
+
+@every_case
+def test_groups_that_another_optimizer_has_are_options_alone(case: Case) -> None:
+    """A second optimizer trains as one of parameters, and leaves the first one's groups as they are."""
+    runs = []
+    for reused in (False, True):
+        model = small_model(width=30)
+        form = [{"params": list(model.named_parameters())}]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if reused:
+                other = copy.deepcopy(model)
+                first = built(case, other, [{"params": list(other.named_parameters())}])
+                train(other, first, range(2))
+                form = [{**group, "params": list(model.parameters())} for group in first.param_groups]
+                notes = [dict(group) for group in form]
+            optimizer = built(case, model, form)
+            if reused:
+                assert [dict(group) for group in form] == notes
+            saved = optimizer.state_dict()
+            built(case, model, [{"params": list(model.named_parameters())}]).load_state_dict(saved)
+            train(model, optimizer, range(2))
+        runs.append((weights(model), states(optimizer)))
+    assert same(runs[0][0], runs[1][0])
+    assert same(runs[0][1], runs[1][1])
+
+
+def test_a_prior_stays_with_the_optimizer_that_was_given_it() -> None:
+    model = nn.Linear(4, 3).double()
+    options: dict[str, Any] = {"num_data": 100, "prior_precision": 50.0}
+    groups = [{"params": list(model.named_parameters())}]
+    first = optim.IVON(groups, prior=optim.IVON(model.named_parameters(), num_data=100).posterior(model), **options)
+    second, fresh = optim.IVON(groups, **options), optim.IVON(model.named_parameters(), **options)
+    variances = [one.posterior(model).variance()["weight"] for one in (first, second, fresh)]
+    assert torch.equal(variances[1], variances[2])
+    assert not torch.allclose(variances[0], variances[1])
 
 
 @every_case
