@@ -57,7 +57,7 @@ class FiniteCheck:
             gradients: whether to check them too: if they were used by a step. A GradScaler skips those that overflow.
         """
         chosen = [p for g, some in zip(optimizer.param_groups, active) if g["nonfinite"] == "ignore" for p in some]
-        if self.warned or not self.steps or not chosen or not _readable(chosen):
+        if self.warned or not self.steps or not chosen or not readable(chosen):
             return
         given = chosen if gradients else []
         entries = ((p, optimizer.state.get(p, {})) for p in chosen)
@@ -113,7 +113,7 @@ def _nonfinite(
                 yield f"{what}{optimizer.name_of(p)} has {count} entries of {p.numel()} that are {kind}"
 
 
-def _readable(params: list[Tensor]) -> bool:
+def readable(params: list[Tensor]) -> bool:
     """Whether tensors have values that the host may read: not in a trace, a capture or on the meta device."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return False

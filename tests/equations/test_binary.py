@@ -480,6 +480,39 @@ def test_weights_that_are_loaded_after_construction_are_refused(rule) -> None:
     assert torch.equal(models[2].weight, best["weight"])
 
 
+@pytest.mark.parametrize("rule", [STE, lambda params: BayesBiNN(params, num_data=10)], ids=["STE", "BayesBiNN"])
+def test_weights_that_are_changed_through_data_are_refused(rule) -> None:
+    """`.data` has no version counter: before the first step of each group, and where steps compare values."""
+    weights = [nn.Parameter(normal(3, 4, seed=index)) for index in range(2)]
+    optimizer = rule(weights[:1])
+
+    def step() -> None:
+        with optimizer.sampled():
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    def refused(p: nn.Parameter, words: str) -> None:
+        signs = p.detach().clone()
+        nn.init.normal_(p.data)
+        given = p.detach().clone()
+        with pytest.raises(RuntimeError, match=words):
+            step()
+        assert torch.equal(p, given)
+        p.data.copy_(signs)
+
+    refused(weights[0], "were changed after .* was built, which copied them to its state")
+    for _ in range(8):
+        step()
+    optimizer.add_param_group({"params": weights[1:]})
+    refused(weights[1], "were changed after .* was built, which copied them to its state")
+    for _ in range(7):
+        step()
+    refused(weights[0], "were changed since the last step of .*: load the state of the optimizer too")
+    step()
+
+
 def test_a_constructor_that_fails_leaves_weights_alone() -> None:
     p, q = nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.tensor([0.5]))
     with pytest.raises(ValueError, match="lr must be"):

@@ -59,6 +59,11 @@ class Mark(NamedTuple):
         return self.untouched(gradient) or (self.version < 0 and gradient is not None and self.gradient() is gradient)
 
 
+def is_compared(step: int) -> bool:
+    """Whether values are compared in this step, counted from 1, to find changes that increment no version counter."""
+    return not (step & (step - 1) and step % 100)
+
+
 class GradientMarks:
     """What happened to the gradients of some parameters since their last backward pass.
 
@@ -287,7 +292,7 @@ class GradientMarks:
         factor, no gradient counts as untouched from now on.
         """
         self._steps += 1
-        self._compares = not (self._steps & (self._steps - 1) and self._steps % 100)
+        self._compares = is_compared(self._steps)
         if self.by_value or self.sharded or not self._compares:
             return
         same = {p: mark for p, mark in self.marks.items() if mark.untouched(p.grad)}

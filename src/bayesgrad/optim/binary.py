@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from bayesgrad import process_limits, shards
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, FINITE, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE_INTEGER, PRIOR_DECAYS
+from bayesgrad.finite import readable
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.gradients import is_compared
 from bayesgrad.layers.running_statistics import spread
 from bayesgrad.optim.variational import NamedPrior
 from bayesgrad.optimizer import BeliefOptimizer
@@ -85,6 +87,7 @@ class BinaryOptimizer(BeliefOptimizer):
     def _reset(self) -> None:
         super()._reset()
         self._versions: dict[Tensor, int] = {}  # of the weights when they were last seen to be signs of latent values
+        self._steps, self._new = 0, False  # and whether parameters were set to signs that have taken no step
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._complete = False  # a constructor that raises changes no weights
@@ -117,22 +120,33 @@ class BinaryOptimizer(BeliefOptimizer):
         for p in new:
             p.copy_(signs(self.state[p][self.rule.latent]))
         self.note_weights(new)
+        self._new = self._new or bool(new)
         self.weights_changed()
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
-        """As in `BeliefOptimizer`; a step replaces weights by signs, so it refuses those that were changed."""
+        """As in `BeliefOptimizer`; a step replaces weights by signs, so it refuses those that were changed.
+
+        A change through `.data` increments no version counter: values are compared before the first step of a
+        parameter, and in steps 1, 2, 4, ... and every 100th.
+        """
         every = [p for params in active for p in params]
-        self.check_weights(every)
+        self.check_weights(every, (self._new or is_compared(self._steps + 1)) and readable(every))
+        self._steps, self._new = self._steps + 1, False
         super()._update(groups, active)
         self.note_weights(every)
 
     def note_weights(self, params: Iterable[Tensor]) -> None:
         self._versions |= {p: shards.version(p) for p in params}
 
-    def check_weights(self, params: Iterable[Tensor]) -> None:
-        """Raises if weights were changed since they were set to the signs of latent values, as by loading others."""
+    def check_weights(self, params: Iterable[Tensor], by_value: bool = False) -> None:
+        """Raises if weights were changed since they were set to the signs of latent values, as by loading others.
+
+        Args:
+            params: of the optimizer.
+            by_value: whether to look at all of them, in place of those with another version.
+        """
         own = type(self).__name__
-        for p in (p for p in params if self._versions.get(p) != shards.version(p)):
+        for p in (p for p in params if by_value or self._versions.get(p) != shards.version(p)):
             entry = self.state.get(p, {})
             latent = entry.get(self.rule.latent)
             if latent is not None and not torch.equal(shards.local(p), signs(shards.local(latent)).to(p.dtype)):
