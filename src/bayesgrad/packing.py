@@ -66,10 +66,14 @@ class Block:
         self.layout = [layout_of(w) for w in self.weights]
         self.kept = [[state[p][slot] for slot in ("step", *slots)] for p in self.params]
         self.flat = [[flat(local(state[p][slot])) for slot in slots] for p, _ in self.large]
+        # Kernels use the memory of these tensors. `.data` of a state is replaced as a whole, so packs show two each.
+        shown = [p for p, _ in self.large] + [p for pack in self.packs for p in (pack.params[0], pack.params[-1])]
+        values = [local(state[p][slot]) for p in shown for slot in slots]
+        self.memory = [(v, v.data_ptr()) for v in values if type(v) is Tensor and v.numel()]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
-        """Whether the block is still valid: no parameter and no tensor of the state was replaced."""
-        if len(params) != len(self.params):
+        """Whether the block is still valid: no parameter and no tensor of the state, or its `.data`, was replaced."""
+        if len(params) != len(self.params) or any(value.data_ptr() != place for value, place in self.memory):
             return False
         for p, mine, weight, layout, kept in zip(params, self.params, self.weights, self.layout, self.kept):
             entry = state.get(p, {})

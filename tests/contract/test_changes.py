@@ -24,6 +24,7 @@ from cases import (
     same,
     small_model,
     states,
+    still,
     train,
     weights,
 )
@@ -253,3 +254,25 @@ def test_a_state_that_is_loaded_inside_of_a_pass_changes_no_number_in_silence(ca
     train(other, loaded, range(4, 6))
     for name, value in weights(model).items():
         torch.testing.assert_close(value, weights(other)[name], rtol=1e-10, atol=1e-12)
+
+
+@elementwise_case
+@pytest.mark.parametrize("width", [5, 2000])
+def test_a_state_whose_data_were_replaced_is_the_state(case: Case, width: int) -> None:
+    """As in torch.optim, for tensors that are packed and for those that are not: the run is that without it."""
+    runs = []
+    for replaced in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(width, 20)), nn.Parameter(torch.randn(width)), nn.Parameter(torch.ones(3))]
+        optimizer = case(params)
+        for index in range(4):
+            with still(optimizer):
+                for p in params:
+                    p.grad = torch.full_like(p, 1.0 + index)
+            optimizer.step()
+            for value in (v for entry in optimizer.state.values() for v in entry.values()) if replaced else ():
+                value.data = value.data.clone()
+        runs.append((list(params), optimizer.state_dict()["state"]))
+    (plain, expected), (moved, found) = runs
+    assert all(torch.equal(p, q) for p, q in zip(plain, moved))
+    assert all(same(expected[key], found[key]) for key in expected)
