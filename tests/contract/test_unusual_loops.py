@@ -199,6 +199,69 @@ def test_freezing_between_forward_and_backward_is_having_no_gradient(name: str, 
     assert_same(*models)
 
 
+def pass_while_frozen(model: Any, part: str, gradients: bool) -> None:
+    """As of a generator through its discriminator, or of a reference model without adapters."""
+    frozen = [p for n, p in model.named_parameters() if n.endswith(part)]
+    for p in frozen:
+        p.requires_grad_(False)
+    with torch.set_grad_enabled(gradients):
+        z = data(7)[0].requires_grad_(gradients)
+        outputs = model(z)
+        if gradients:
+            torch.autograd.grad(outputs.sum(), z)
+    for p in frozen:
+        p.requires_grad_(True)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("part", ["", "bias"])
+@pytest.mark.parametrize("place", ["observe", "backward", "second micro-batch", "step"])
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_a_forward_pass_of_frozen_weights_within_a_step_changes_nothing(
+    name: str, place: str, part: str, gradients: bool
+) -> None:
+    """What was recorded of the other passes is used: peft's `disable_adapter`, Lightning's `toggle_optimizer`."""
+    models = network(), network()
+    for model, between in zip(models, (True, False)):
+        optimizer: Any = LAYERWISE[name](model)
+
+        def extra(now: str, model: nn.Module = model, between: bool = between) -> None:
+            if between and now == place:
+                pass_while_frozen(model, part, gradients)
+
+        for index in range(4):
+            optimizer.zero_grad()
+            for half in range(2):
+                x, y = data(2 * index + half)
+                outputs = model(x)
+                extra("observe")
+                optimizer.observe(outputs, labels=y)
+                extra("backward")
+                (cross_entropy(outputs, y) / 2).backward()
+                extra("second micro-batch" if half == 0 else "step")
+            optimizer.step()
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_a_model_that_another_part_has_frozen_takes_the_step_of_its_gradient(name: str) -> None:
+    """Both steps of a GAN at the end, with a pass of the generator while the discriminator is frozen."""
+    models = network(), network()
+    for model, frozen in zip(models, (True, False)):
+        optimizer: Any = LAYERWISE[name](model)
+        for index in range(4):
+            x, y = data(index)
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, labels=y)
+            cross_entropy(outputs, y).backward()
+            model.requires_grad_(not frozen)
+            torch.autograd.grad(model(z := data(7)[0].requires_grad_()).sum(), z)
+            optimizer.step()
+            model.requires_grad_(True)
+    assert_same(*models)
+
+
 def test_half_a_layer_without_gradient_has_no_metric() -> None:
     model = network()
     sampler = samplers.Langevin(model, lr=1e-3, num_data=100, limit_step=False, seed=0)

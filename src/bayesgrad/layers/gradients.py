@@ -68,7 +68,7 @@ class GradientMarks:
     """What happened to the gradients of some parameters since their last backward pass.
 
     Args:
-        params: leaf tensors that require gradients.
+        params: leaf tensors; those that require gradients, now or at a later call of `follow`, are followed.
 
     Attributes:
         unexplained: parameters whose gradient has more terms than those of their layers, as far as is known: a tied
@@ -88,8 +88,9 @@ class GradientMarks:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.marks: dict[Tensor, Mark] = {}
-        self.params = [p for p in params if p.requires_grad]
-        self.sharded = any(map(is_shard, self.params))
+        self._every = list(params)
+        self.params: list[Tensor] = []  # those that are followed
+        self.sharded = any(map(is_shard, self._every))
         self._unexplained: set[Tensor] = set()  # in this process
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
         # A pass, and parameters whose gradients were not changed before they are averaged at its end.
@@ -112,8 +113,20 @@ class GradientMarks:
             if (own := reference()) is not None:
                 (own._reduced if own.sharded and is_shard(p) else own._accumulated)(p)
 
-        self._note, self._handles = note, [p.register_post_accumulate_grad_hook(note) for p in self.params]
+        self._note, self._handles = note, []
         self.close = weakref.finalize(self, _remove, self._handles)
+        self.follow()
+
+    def follow(self) -> None:
+        """Follows those that require gradients from now on, too, and keeps the others."""
+        known = set(map(id, self.params))
+        new = {id(p): p for p in self._every if p.requires_grad and id(p) not in known}
+        self._handles.extend(p.register_post_accumulate_grad_hook(self._note) for p in new.values())
+        self.params = [p for p in self._every if id(p) in known or id(p) in new] if new else self.params
+
+    def check_again(self) -> None:
+        """Lets the next pass compare values, as the first one."""
+        self._calls, self._opaque = {}, {}
 
     @property
     def unexplained(self) -> set[Tensor]:
@@ -129,13 +142,11 @@ class GradientMarks:
         """Lets all processes know which gradients have more terms than those of their layers."""
 
         def receive(found: Sum) -> None:
-            self._agreed = {p for p, number in zip(self.params, found.total.tolist()) if number}
+            self._agreed = {p for p, number in zip(self._every, found.total.tolist()) if number}
 
-        if self.params:
-            flags = [float(p in self._unexplained) for p in self.params]
-            exchange.add(
-                Sum(local(self.params[0]).new_tensor(flags, dtype=compute_dtype(self.params[0].dtype))), receive
-            )
+        if self._every:  # processes may follow different ones, if some have not used a layer that was thawed
+            flags, first = [float(p in self._unexplained) for p in self._every], self._every[0]
+            exchange.add(Sum(local(first).new_tensor(flags, dtype=compute_dtype(first.dtype))), receive)
 
     def returned(self, module: nn.Module, gradients: Sequence[Tensor | None], task: int) -> None:
         """Called with the gradients that a layer returns for its weight and bias."""
@@ -350,14 +361,6 @@ class GradientMarks:
             return [_inner_products(*map(_joined, zip(*[pairs[p] for p in some]))) if some else None for some in sets]
         single = dict(zip(pairs, summed([_inner_products(*pair) for pair in pairs.values()], list(pairs))))
         return [_total([single[p] for p in some]) if some else None for some in sets]
-
-    def inherit(self, earlier: GradientMarks) -> None:
-        """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
-        self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
-        self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
-        self._compares, self._warned = earlier._compares, earlier._warned
-        self._gathered = dict(earlier._gathered)
-        self.twice, self.extended, self.foreign = set(earlier.twice), set(earlier.extended), set(earlier.foreign)
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""

@@ -88,7 +88,7 @@ class LayerRecorder:
             may return the gradients of weight and bias that autograd shall use instead of their own.
         marks: what follows the gradients of the parameters.
         record_arguments: whether to keep the arguments of the model's last call, which `arguments` needs.
-        began: called at the beginning of a forward pass. It is not called for a compiled model.
+        began: called at the beginning of a forward pass with gradients. It is not called for a compiled model.
         returned: called with the outputs of a forward pass that have a graph, and with the shapes of its arguments. It
             is not called for a compiled model.
 
@@ -160,13 +160,13 @@ class LayerRecorder:
         return -1 - self.forward_count if self.recomputed is None else self.recomputed
 
     def begin_pass(self) -> None:
-        if self.began is not None:
-            self.began()
         self.forward_count += 1
         self.begun = self.forward_count
         self.inside, self.hidden, self.recomputed = True, False, None
         self.current = self._id_of_layers()
         self._note_number()
+        if self.began is not None and torch.is_grad_enabled():
+            self.began()
 
     def _id_of_layers(self) -> int:
         """The forward pass that a layer is called in now: another recorder may count the passes."""

@@ -286,6 +286,7 @@ class Whitening(LayerBelief):
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         owners = {p: group for group in groups for p in group["params"]}
         limits = []
+        self._find_layers()
         for layer in self.recorded.layers:
             group = owners[layer.owner]
             batch = group["batch_size"]

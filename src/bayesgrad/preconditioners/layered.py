@@ -114,6 +114,7 @@ class LayerPreconditioner(Preconditioner):
             self.from_observations = Collected()
         self.from_passes = Collected()
         self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
+        self.called: set[Layer] = set()  # in its passes
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
         if self.done.used:
@@ -129,7 +130,7 @@ class LayerPreconditioner(Preconditioner):
             return
         check_outputs(outputs)
         recorder = self.recorded.recorder
-        due = [layer for layer in self.recorded.layers if self.due(layer, self.groups[layer.owner])]
+        due = [layer for layer in self.recorded.layers_of(outputs) if self.due(layer, self.groups[layer.owner])]
         if not due:
             return
         (direction,) = self.output_directions(outputs, labels, weights)
@@ -137,7 +138,7 @@ class LayerPreconditioner(Preconditioner):
 
         def receive(call: LayerCall) -> None:
             self.recorded.begin_compiled(call)
-            if (layer := self.recorded.layer_of(call.module)) is not None:
+            if (layer := self.recorded.layer_of(call)) is not None:
                 self._add(self.from_observations, layer, call, forward, share)
 
         reduces = [group for group in self.optimizer.param_groups if group.get("sharing") == "reduce"]
@@ -152,10 +153,10 @@ class LayerPreconditioner(Preconditioner):
             recorder.trace(outputs)  # raises if checkpointing hides layers
 
     def receive(self, call: LayerCall, restarted: bool) -> Pair | None:
-        own = self.recorded.by_weight.get(id(call.module._parameters.get("weight")))
-        if (layer := own or self.recorded.layer_of(call.module)) is None:
+        if (layer := self.recorded.layer_of(call)) is None:
             return None
         group = self.groups[layer.owner]
+        self.called.add(layer)
         if restarted:
             for found in (self.from_passes, self.kept, self.passes):
                 found.pop(layer, None)
@@ -185,6 +186,7 @@ class LayerPreconditioner(Preconditioner):
 
     def share(self, exchange: Exchange) -> None:
         """What is due of all layers, in the order of the model; a layer that no process has called has nothing."""
+        self._find_layers()
         groups = {layer: self.groups[layer.owner] for layer in self.recorded.layers}
         due = {layer: group for layer, group in groups.items() if self.due(layer, group)}
         for labelled, collected in ((True, self.from_observations), (False, self.from_passes)):
@@ -264,12 +266,8 @@ class LayerPreconditioner(Preconditioner):
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
         rest = [one for one in rest if self.due(one, settings[one]) and one.weight not in recorded.read_elsewhere]
         known = {layer for layer in current if self._has_factors(layer, settings[layer])}
-        if (
-            labelled
-            and not observed
-            and known.isdisjoint(labelled)
-            and (names := recorded.with_nonzero_gradient(labelled))
-        ):
+        expected = labelled if not observed and known.isdisjoint(labelled) else []
+        if names := recorded.with_nonzero_gradient(expected):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
                 "call observe(outputs), before loss.backward(), on outputs",
@@ -305,11 +303,9 @@ class LayerPreconditioner(Preconditioner):
     # --- the step ---
 
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
-        recorded, before = self.recorded, self.recorded.layers
-        recorded.update_trainable(in_step=True)
+        recorded = self.recorded
+        self._find_layers()
         self.options.check(self.optimizer, recorded.layers, groups, self.layer_options)
-        same = recorded.layers is before
-        self.unfrozen = set() if same else {one.owner for one in recorded.layers} - {one.owner for one in before}
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
@@ -325,6 +321,13 @@ class LayerPreconditioner(Preconditioner):
             recorded.warn_fallback({p for layer in lost for p in layer.members})
         self._refresh(known, fresh, settings)
         return self._directions(known, settings)
+
+    def _find_layers(self) -> None:
+        """Finds the layers of this step; those that no pass has called, because they were frozen, are `unfrozen`."""
+        before = {one.owner for one in self.recorded.layers}
+        self.recorded.update_trainable(in_step=True)
+        self.unfrozen |= {one.owner for one in self.recorded.layers} - before
+        self.unfrozen -= {one.owner for one in (*self.called, *self.from_passes, *self.from_observations)}
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
         """The preconditioned gradients d of layers, for each parameter; their norm is bounded by `max_norm`."""

@@ -5,19 +5,27 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.layers.call import COMPILED, LayerCall, Pair
 from bayesgrad.layers.gradients import GradientMarks
+from bayesgrad.layers.hooks import MAX_PASSES
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.recorder import LayerRecorder
 from bayesgrad.parts import Host
 from bayesgrad.shards import has_nonzero_gradient, is_shard, owner
 from bayesgrad.warning import warn
+
+
+class Found(NamedTuple):
+    """The layers of a forward pass, also by the id of their weight."""
+
+    layers: list[Layer]
+    by_weight: dict[int, Layer]
 
 
 class RecordedLayers:
@@ -34,7 +42,7 @@ class RecordedLayers:
         only: whether a layer is used.
 
     Attributes:
-        layers: those that multiply by a matrix.
+        layers: those that multiply by a matrix, of the latest pass or of a step.
         marks: what happens to the gradients of the parameters, if there is a receiver.
         sharded: whether each process has a part of parameters.
     """
@@ -64,7 +72,10 @@ class RecordedLayers:
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
         self.called: set[int] = set()  # ids of the first parameters of layers with a call since the last step
         self.has_classes: dict[Any, bool] = {None: True}  # by likelihood
-        self.layers: list[Layer] = []
+        # All layers that were found: what was collected of one is kept while another pass has other layers.
+        self.known: dict[tuple, Layer] = {}
+        self.of_pass: dict[int, Found] = {}  # those of the latest forward passes, by id
+        self.marks = GradientMarks(self.shapes if receiver is not None else ())
         mine = self._mine()
         self.slots = [
             (module, name, p)
@@ -84,7 +95,7 @@ class RecordedLayers:
             None if part is None else lambda call: own._received(call),
             self.marks,
             record_arguments=record_arguments,
-            began=(lambda: own.update_trainable()) if by_layer else None,
+            began=(lambda: own._begin_pass()) if by_layer else None,
             returned=(lambda outputs, arguments: part.returned(outputs, arguments)) if part and returned else None,
         )
         self._warn_unmodelled()
@@ -98,9 +109,15 @@ class RecordedLayers:
 
         It is that of a compiled model, or layers were called outside of the model.
         """
-        if self.by_layer and not 0 <= call.forward_id < COMPILED and call.backward_id != self.compiled_id:
+        if self.by_layer and call.forward_id not in self.of_pass and call.backward_id != self.compiled_id:
             self.compiled_id = call.backward_id
             self.update_trainable()
+
+    def _begin_pass(self) -> None:
+        self.update_trainable()
+        self.of_pass[self.recorder.current] = self.found
+        if len(self.of_pass) > MAX_PASSES:
+            del self.of_pass[next(iter(self.of_pass))]
 
     def _received(self, call: LayerCall) -> Pair | None:
         self.begin_compiled(call)
@@ -113,9 +130,20 @@ class RecordedLayers:
         self.called.add(id(own[0]))
         return self.receiver.receive(call, restarted)  # pyright: ignore[reportOptionalMemberAccess]
 
-    def layer_of(self, module: nn.Module) -> Layer | None:
-        weight = module._parameters.get("weight")
-        return self.by_weight.get(id(owner(weight) if self.sharded else weight))
+    def layer_of(self, call: LayerCall) -> Layer | None:
+        """The layer of a call, with the parameters that were trained in its forward pass."""
+        weight = call.module._parameters.get("weight")
+        by_weight = self.of_pass.get(call.forward_id, self.found).by_weight
+        return by_weight.get(id(weight)) or (by_weight.get(id(owner(weight))) if self.sharded else None)
+
+    def layers_of(self, outputs: Tensor) -> list[Layer]:
+        """The layers of the forward pass of some outputs; if that is not known, those of all latest passes."""
+        recorder = self.recorder
+        if recorder.pass_of(outputs) is not None and recorder.current in self.of_pass:
+            return self.of_pass[recorder.current].layers
+        every = {id(found): found for found in (self.found, *self.of_pass.values())}
+        several = dict.fromkeys(layer for found in every.values() for layer in found.layers)
+        return [layer for layer in several if any(p.requires_grad for p in layer.members)]
 
     def covers(self, p: Tensor) -> bool:
         """Whether a parameter belongs to a layer that multiplies by a matrix, or did so until it was frozen."""
@@ -162,13 +190,11 @@ class RecordedLayers:
         flags = self._flags()
         if in_step:
             every = (p for group in self.optimizer.param_groups for p in group["params"])
-            flags = [then or (now and p.grad is not None) for now, then, p in zip(flags, self.flags, every)]
+            flags = [then or p.grad is not None for then, p in zip(self.flags, every)]
         if self.flags != flags and (in_step or not self._replaced()):
-            earlier = self.marks
-            earlier.close()
             self._set_layers(flags)
-            self.marks.inherit(earlier)
-            self.recorder.marks = self.marks
+            self.marks.follow()
+            self.marks.check_again()
             self._warn_unmodelled()
 
     def _replaced(self) -> bool:
@@ -179,8 +205,8 @@ class RecordedLayers:
         self.flags = flags
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.layers = self._find_layers({id(p) for p, trained in zip(params, flags) if trained})
-        self.by_weight = {id(owner(layer.module._parameters.get("weight"))): layer for layer in self.layers}
-        self.marks = GradientMarks(params if self.receiver is not None else ())
+        by_weight = {id(owner(layer.module._parameters.get("weight"))): layer for layer in self.layers}
+        self.found = Found(self.layers, by_weight)
 
     def _find_layers(self, trained: set[int]) -> list[Layer]:
         """Layers that multiply by a matrix; a weight that modules of different types share is excluded.
@@ -192,7 +218,7 @@ class RecordedLayers:
         for name, module in layers.known_layers(self.model):
             if layers.is_matrix(module):
                 found.setdefault(id(owner(module.weight)), []).append((name, module))
-        result, earlier = [], {(layer.names, *map(id, layer.members)): layer for layer in self.layers}
+        result = []
         biases = Counter(id(owner(uses[0][1]._parameters.get("bias"))) for uses in found.values())
         for uses in found.values():
             names, modules = zip(*uses)
@@ -204,9 +230,9 @@ class RecordedLayers:
             # A bias that several layers share belongs to none.
             bias = bias if biases[id(bias)] == 1 and layers.joins_bias(modules[0]) else None
             if len(kinds) == 1 and (weight is not None or bias is not None):
-                found_layer = Layer(names, modules[0], weight, bias)
-                # What was collected in the passes of a step is kept by layer.
-                result.append(earlier.get((names, *map(id, found_layer.members)), found_layer))
+                # A layer that is kept keeps these alive: no other object has their ids.
+                key = (names, *map(id, (modules[0], weight, bias)))
+                result.append(self.known.setdefault(key, Layer(names, modules[0], weight, bias)))
         return [layer for layer in result if self.only(layer)]
 
     def _warn_unmodelled(self) -> None:
