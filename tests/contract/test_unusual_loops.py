@@ -262,6 +262,27 @@ def test_a_model_that_another_part_has_frozen_takes_the_step_of_its_gradient(nam
     assert_same(*models)
 
 
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_a_layer_that_was_frozen_when_the_optimizer_was_built_trains_with_scaled_losses(name: str) -> None:
+    """What its gradient is multiplied by before the step is known: the scale of a GradScaler changes nothing."""
+    models = network(), network()
+    for model, scale in zip(models, (1024.0, 1.0)):
+        model[0].requires_grad_(False)
+        optimizer: Any = LAYERWISE[name](model)
+        model[0].requires_grad_(True)
+        for index in range(4):
+            x, y = data(index)
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, labels=y)
+            (scale * cross_entropy(outputs, y)).backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(1 / scale)
+            optimizer.step()
+    assert_same(*models)
+
+
 def test_half_a_layer_without_gradient_has_no_metric() -> None:
     model = network()
     sampler = samplers.Langevin(model, lr=1e-3, num_data=100, limit_step=False, seed=0)

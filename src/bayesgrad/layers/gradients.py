@@ -90,6 +90,7 @@ class GradientMarks:
         self.marks: dict[Tensor, Mark] = {}
         self._every = list(params)
         self.params: list[Tensor] = []  # those that are followed
+        self._others = set(map(id, self._every))
         self.sharded = any(map(is_shard, self._every))
         self._unexplained: set[Tensor] = set()  # in this process
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
@@ -117,12 +118,17 @@ class GradientMarks:
         self.close = weakref.finalize(self, _remove, self._handles)
         self.follow()
 
-    def follow(self) -> None:
-        """Follows those that require gradients from now on, too, and keeps the others."""
-        known = set(map(id, self.params))
-        new = {id(p): p for p in self._every if p.requires_grad and id(p) not in known}
-        self._handles.extend(p.register_post_accumulate_grad_hook(self._note) for p in new.values())
-        self.params = [p for p in self._every if id(p) in known or id(p) in new] if new else self.params
+    def follow(self, some: Iterable[Tensor] | None = None) -> None:
+        """Follows from now on, too, what requires gradients by now.
+
+        Args:
+            some: parameters that may have been thawed, of this model; None for all.
+        """
+        if self._others:
+            new = [p for p in (self._every if some is None else some) if p.requires_grad and id(p) in self._others]
+            self._others.difference_update(map(id, new))
+            self._handles.extend(p.register_post_accumulate_grad_hook(self._note) for p in new)
+            self.params = [p for p in self._every if id(p) not in self._others]
 
     def check_again(self) -> None:
         """Lets the next pass compare values, as the first one."""

@@ -125,6 +125,7 @@ class RecordedLayers:
         own = list(map(owner, own)) if self.sharded else own
         if not own:  # frozen since the forward pass: autograd adds nothing to their gradients
             return None
+        self.marks.follow(own)
         restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
         self.backward_ids[id(own[0])] = call.backward_id
         self.called.add(id(own[0]))
