@@ -141,6 +141,45 @@ def test_inputs_may_be_overwritten_between_backward_and_step(name: str) -> None:
     assert_same(*models)
 
 
+EMPIRICAL = {
+    "OGN": lambda model: optim.OGN(model, lr=0.1, num_data=100, betas=(0.9, 0.5)),
+    "KroneckerFilter": lambda model: optim.KroneckerFilter(model, batch_size=8, fisher="empirical", stats_every=1),
+    "KroneckerFilterFP": lambda model: optim.KroneckerFilterFP(model, batch_size=8, fisher="centered", stats_every=1),
+}
+
+
+@pytest.mark.parametrize("order", ["another pass", "two passes", "copies", "concatenated"])
+@pytest.mark.parametrize("name", EMPIRICAL)
+def test_ignored_labels_are_those_of_the_pass_of_the_observed_outputs(name: str, order: str) -> None:
+    """Whatever pass is the latest; outputs of two passes that are concatenated count in both as in one batch."""
+    models = network(), network()
+    for model, usual in zip(models, (False, True)):
+        optimizer: Any = EMPIRICAL[name](model)
+        for index in range(4):
+            x, y = data(index, 16)
+            y[1:7] = -100  # six labels of the first half are ignored, and two of the other
+            y[12:14] = -100
+            if order == "concatenated":
+                y[8:12] = -100  # as many in both
+            optimizer.zero_grad()
+            outputs: list[Any] = []
+            for half in (slice(8), slice(8, 16)):
+                outputs.append(model(x[half]))
+                if usual:
+                    optimizer.observe(outputs[-1], labels=y[half])
+                elif order == "another pass":
+                    model(x[:3].requires_grad_())
+                    optimizer.observe(outputs[-1], labels=y[half])
+            if not usual and order in ("two passes", "copies"):
+                for one, half in zip(outputs, (slice(8), slice(8, 16))):
+                    optimizer.observe(one.clone() if order == "copies" else one, labels=y[half])
+            if not usual and order == "concatenated":
+                optimizer.observe(torch.cat(outputs), labels=y)
+            cross_entropy(torch.cat(outputs), y).backward()
+            optimizer.step()
+    assert_same(*models)
+
+
 # --- layers that are frozen and thawed within a step ---
 
 LAYERWISE = {

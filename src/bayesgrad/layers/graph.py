@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +11,15 @@ CHECKPOINT = "CheckpointFunctionBackward"  # of reentrant activation checkpointi
 COMPILED_GRAPH = "CompiledFunctionBackward"  # of torch.compile
 
 
-def below(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of an autograd graph from these on."""
+def below(nodes: Iterable[Any], is_last: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The nodes of an autograd graph from these on, to those where `is_last` is True."""
     left = list(dict.fromkeys(nodes))
     seen = set(left)
     while left:
         node = left.pop()
         yield node
+        if is_last(node):
+            continue
         following = [one for one, _ in node.next_functions if one is not None and one not in seen]
         seen.update(following)
         left += dict.fromkeys(following)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from bayesgrad.layers.call import COMPILED, LayerCall
 from bayesgrad.layers.class_dimension import layer_dim, softmax_dim
 from bayesgrad.likelihoods import Likelihood, classes_second, named
+
+if TYPE_CHECKING:
+    from bayesgrad.layers.recorder import LayerRecorder
 
 
 def classes_last(outputs: Tensor, class_dim: int | None) -> Tensor:
@@ -86,11 +89,14 @@ class ObservedShares:
     def __init__(self) -> None:
         self._shares: dict[int, Tensor] = {}
 
-    def note(self, forward_id: int, likelihood: Any, outputs: Any, labels: Tensor | None, weights: Any) -> None:
-        """Notes which losses of a pass count, if not all of them do."""
+    def note(self, recorder: LayerRecorder, likelihood: Any, outputs: Any, labels: Tensor | None, weights: Any) -> None:
+        """Notes which losses of the pass of these outputs count, if not all of them do.
+
+        Outputs of several passes that were concatenated have one part, which is that of each pass.
+        """
         each = loss_weights(named(likelihood), outputs, labels, weights) if isinstance(outputs, Tensor) else None
         if each is not None:
-            self._shares[forward_id] = self._shares[COMPILED] = each.mean()
+            self._shares |= dict.fromkeys((*recorder.ids_of(outputs), COMPILED), each.mean())
 
     def of(self, call: LayerCall) -> Tensor | None:
         """The part for the pass of a call; None for all losses."""

@@ -122,8 +122,8 @@ class LayerRecorder:
         self.inside = self.hidden = False
         self.recomputed: int | None = None  # the pass whose layers the backward pass is recomputing, if that is known
         self.current = 0  # the id of the latest forward pass
-        self.latest: Callable[[], Tensor | None] = lambda: None  # its outputs
         self.passes: dict[int, ForwardPass] = {}
+        self.outputs: dict[int, Callable[[], Tensor | None]] = {}  # of these passes, while they exist
         self.backward_id = -1  # the latest backward pass
         # Its number, for compiled layers that a checkpoint runs again in it; and the forward pass that it began with.
         self.repeated = -1, 0
@@ -195,7 +195,8 @@ class LayerRecorder:
         self.passes[self.current] = ForwardPass(*shapes, class_dim=1 if alone else _class_dim(outputs[0]))  # pyright: ignore
         if len(self.passes) > MAX_PASSES:
             del self.passes[next(iter(self.passes))]
-        self.latest = weakref.ref(outputs[0])
+        self.outputs = {one: kept for one, kept in self.outputs.items() if kept() is not None and one in self.passes}
+        self.outputs[self.current] = weakref.ref(outputs[0])
         if self.returned is not None and self.capture is None and not alone:  # else recomputed for `backpropagate`
             self.returned(outputs, tuple(given))
 
@@ -229,18 +230,38 @@ class LayerRecorder:
         shape = torch.Size(size for size in sizes if size and noted == number)
         return ForwardPass(shape, class_dim=-1 if len(shape) < 4 else 1) if shape else None
 
+    def id_of(self, outputs: Tensor) -> int | None:
+        """The latest forward pass that returned these outputs, or a tensor that they are a view of; None for none."""
+        for forward_id, kept in reversed(self.outputs.items()):
+            known = kept()
+            if known is not None and known.untyped_storage()._cdata == outputs.untyped_storage()._cdata:
+                return forward_id
+        return None
+
+    def ids_of(self, outputs: Tensor) -> set[int]:
+        """The forward passes that some outputs were computed in: several if they were concatenated.
+
+        Of outputs whose passes are not known, as those of compiled models, it is the latest one.
+        """
+        if (known := self.id_of(outputs)) is not None:
+            return {known}
+        own = {site.handle for m in self.layers.values() if (site := m.__dict__.get(SITE)) is not None}
+        given = [] if outputs.grad_fn is None else [outputs.grad_fn]
+        # Not below a layer: its input may have been computed in an earlier pass.
+        last = below(given, lambda node: getattr(node, "handle", -1) in own)
+        return {node.forward_id for node in last if getattr(node, "handle", -1) in own} - {0} or {self.current}
+
     def pass_of(self, outputs: Tensor) -> ForwardPass | None:
-        """The shapes of the latest forward pass if it returned these outputs, or a tensor that they are a view of."""
-        latest = self.latest()
-        if latest is None or latest.untyped_storage()._cdata != outputs.untyped_storage()._cdata:
-            return None
-        return self.passes.get(self.current)
+        """The shapes of the forward pass that returned these outputs, or a tensor that they are a view of."""
+        known = self.id_of(outputs)
+        return None if known is None else self.passes.get(known)
 
     def note_class_dim(self, outputs: Tensor, class_dim: int) -> None:
         """Called with the dimension of classes of these outputs, of which the shape alone does not tell it."""
-        known = self.pass_of(outputs)
-        if known is not None and known.outputs == outputs.shape:
-            self.passes[self.current] = known._replace(class_dim=class_dim)
+        forward_id = self.id_of(outputs)
+        known = None if forward_id is None else self.passes.get(forward_id)
+        if forward_id is not None and known is not None and known.outputs == outputs.shape:
+            self.passes[forward_id] = known._replace(class_dim=class_dim)
 
     def received(self, call: LayerCall) -> Pair | None:
         if (

@@ -71,7 +71,7 @@ class LayerBelief(LayerPreconditioner):
         super().observe(outputs, loss, labels, weights)
         groups = self.optimizer.param_groups
         if not all(map(self.from_labels, groups)):
-            self.shares.note(self.recorded.recorder.current, groups[0]["likelihood"], outputs, labels, weights)
+            self.shares.note(self.recorded.recorder, groups[0]["likelihood"], outputs, labels, weights)
 
     def _add(
         self, found: Collected, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1

@@ -184,7 +184,7 @@ class PerExampleSquares(Source):
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         recorder, group = self.recorded.recorder, self.optimizer.param_groups[0]
         if self.fisher == "empirical":
-            self.shares.note(recorder.current, group["likelihood"], outputs, labels, weights)
+            self.shares.note(recorder, group["likelihood"], outputs, labels, weights)
             return
         check_outputs(outputs)
         forward, share = self.observed_pass(outputs, labels, weights)

@@ -139,9 +139,9 @@ class RecordedLayers:
 
     def layers_of(self, outputs: Tensor) -> list[Layer]:
         """The layers of the forward pass of some outputs; if that is not known, those of all latest passes."""
-        recorder = self.recorder
-        if recorder.pass_of(outputs) is not None and recorder.current in self.of_pass:
-            return self.of_pass[recorder.current].layers
+        known = self.recorder.id_of(outputs)
+        if known in self.of_pass:
+            return self.of_pass[known].layers
         every = {id(found): found for found in (self.found, *self.of_pass.values())}
         several = dict.fromkeys(layer for found in every.values() for layer in found.layers)
         return [layer for layer in several if any(p.requires_grad for p in layer.members)]
