@@ -215,8 +215,8 @@ class AdaBayesFP(BeliefOptimizer):
             momentum 0.9. A schedule multiplies it by the factor of lr. `inf` gives AdamW with eps = 0.
         betas: decays of the moving averages of gradient and squared gradient.
         weight_decay: decoupled, as in AdamW.
-        batch_size: B, needed for `posterior()`: sigma^2_post = eta / (B (k + sqrt(k^2 + s))). With `fisher="sampled"`, s is
-            that of a mean over B losses; None for the number of those that were observed.
+        batch_size: B, needed for `posterior()`: sigma^2_post = eta / (B (k + sqrt(k^2 + s))). With `fisher="sampled"`,
+            s is that of a mean over B losses; None for the number of those that were observed.
         fisher: what s averages: the square of the gradient (`"empirical"`), its variance (`"centered"`), or its square
             for labels sampled from the model (`"sampled"`), which needs `observe(outputs)` in every step.
         likelihood: from which labels are sampled: "categorical", "bernoulli", "gaussian", or an object of
