@@ -140,7 +140,7 @@ class RecordedLayers:
     def layers_of(self, outputs: Tensor) -> list[Layer]:
         """The layers of the forward pass of some outputs; if that is not known, those of all latest passes."""
         known = self.recorder.id_of(outputs)
-        if known in self.of_pass:
+        if known is not None and known in self.of_pass:
             return self.of_pass[known].layers
         every = {id(found): found for found in (self.found, *self.of_pass.values())}
         several = dict.fromkeys(layer for found in every.values() for layer in found.layers)
