@@ -149,7 +149,9 @@ class BinaryOptimizer(BeliefOptimizer):
         for p in (p for p in params if by_value or self._versions.get(p) != shards.version(p)):
             entry = self.state.get(p, {})
             latent = entry.get(self.rule.latent)
-            if latent is not None and not torch.equal(shards.local(p), signs(shards.local(latent)).to(p.dtype)):
+            if latent is None or latent.shape != p.shape:  # another shape is refused by the step
+                continue
+            if not torch.equal(shards.local(p), signs(shards.local(latent)).to(p.dtype)):
                 if not entry.get("step", 0):
                     raise RuntimeError(
                         f"weights of {self.name_of(p)} were changed after {own} was built, which copied them to its "
