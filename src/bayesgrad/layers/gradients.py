@@ -126,6 +126,8 @@ class GradientMarks:
         """
         if self._others:
             new = [p for p in (self._every if some is None else some) if p.requires_grad and id(p) in self._others]
+            if not new:
+                return
             self._others.difference_update(map(id, new))
             self._handles.extend(p.register_post_accumulate_grad_hook(self._note) for p in new)
             self.params = [p for p in self._every if id(p) not in self._others]

@@ -88,6 +88,7 @@ class ObservedShares:
 
     def __init__(self) -> None:
         self._shares: dict[int, Tensor] = {}
+        self._numbers: dict[int, float] = {}
 
     def note(self, recorder: LayerRecorder, likelihood: Any, outputs: Any, labels: Tensor | None, weights: Any) -> None:
         """Notes which losses of the pass of these outputs count, if not all of them do.
@@ -97,10 +98,18 @@ class ObservedShares:
         each = loss_weights(named(likelihood), outputs, labels, weights) if isinstance(outputs, Tensor) else None
         if each is not None:
             self._shares |= dict.fromkeys((*recorder.ids_of(outputs), COMPILED), each.mean())
+            self._numbers = {}
 
     def of(self, call: LayerCall) -> Tensor | None:
         """The part for the pass of a call; None for all losses."""
         return self._shares.get(min(call.forward_id, COMPILED))
+
+    def number_of(self, call: LayerCall) -> float:
+        """The part for the pass of a call, which the host reads once for each pass."""
+        part, key = self.of(call), min(call.forward_id, COMPILED)
+        if part is not None and key not in self._numbers:
+            self._numbers[key] = float(part)
+        return 1.0 if part is None else self._numbers[key]
 
 
 def _like(weights: Tensor, outputs: Tensor) -> Tensor:

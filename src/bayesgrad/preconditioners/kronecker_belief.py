@@ -76,9 +76,8 @@ class LayerBelief(LayerPreconditioner):
     def _add(
         self, found: Collected, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1
     ) -> None:
-        part = self.shares.of(call) if found is self.from_passes else None
-        if part is not None and self.due(layer, self.groups[layer.owner]):
-            share = float(part)
+        if found is self.from_passes and self.due(layer, self.groups[layer.owner]):
+            share = self.shares.number_of(call)
         super()._add(found, layer, call, forward, share)
 
     @abstractmethod

@@ -83,7 +83,8 @@ class RecordedLayers:
             for name, q in module._parameters.items()
             if id(p := owner(q)) in mine
         ]
-        self._set_layers(self._flags())
+        self.trained = self._flags()  # when gradients were last compared with those of layers from the beginning
+        self._set_layers(self.trained)
         self.recorder = LayerRecorder(
             self.model,
             {
@@ -188,14 +189,16 @@ class RecordedLayers:
             in_step: whether the gradients of a pass are about to be used. Layers are then those of the pass, and those
                 that have a gradient: as in torch.optim, that is trained, whatever was frozen or thawed since.
         """
-        flags = self._flags()
+        flags = trained = self._flags()
         if in_step:
             every = (p for group in self.optimizer.param_groups for p in group["params"])
             flags = [then or p.grad is not None for then, p in zip(self.flags, every)]
         if self.flags != flags and (in_step or not self._replaced()):
             self._set_layers(flags)
             self.marks.follow()
-            self.marks.check_again()
+            if self.trained != trained:
+                self.trained = trained
+                self.marks.check_again()
             self._warn_unmodelled()
 
     def _replaced(self) -> bool:
