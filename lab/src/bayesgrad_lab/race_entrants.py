@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import optim
+from bayesgrad.products import mm
 from bayesgrad_lab.methods import DECOUPLED, GRADIENT, METHODS, POSITIONS, Build, Method, Setup, built, peer
 
 SAMPLED_ROWS = 1024  # of a batch, for statistics of layers
@@ -21,15 +22,16 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     x = matrix.mT if len(matrix) > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
     for _ in range(5):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        gram = mm(x, x.mT)
+        x = 3.4445 * x + mm(-4.7750 * gram + 2.0315 * mm(gram, gram), x)
     return x.mT if len(matrix) > matrix.shape[1] else x
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised, in float32: torch's works in bfloat16, which many CPUs emulate.
 
-    Filters of convolutions are matrices with a row for each output channel.
+    Filters of convolutions are matrices with a row for each output channel. Products are by the library by which those
+    of bayesgrad's optimizers are.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
@@ -89,16 +91,18 @@ class Entrant(Method):
         cosine: lr falls after its warm-up; else it is constant.
         to_target: it stops when the target is reached, and its time counts; else its loss at equal time.
         draws_labels: it takes a `likelihood`.
+        words: its settings beside lr, for the page.
     """
 
     ours: bool = False
     cosine: bool = True
     to_target: bool = True
     draws_labels: bool = False
+    words: str = ""
 
 
 def at_defaults(name: str, **options: Any) -> Entrant:
-    """An optimizer of bayesgrad at its default settings."""
+    """An optimizer of bayesgrad as `methods` has it."""
     one = METHODS[name]
     return Entrant(one.kind, one.title, one.lrs, one.make, ours=True, **options)
 
@@ -106,7 +110,11 @@ def at_defaults(name: str, **options: Any) -> Entrant:
 def _of_layers(make: Any, lr: float, *, draws_labels: bool = False, **options: Any) -> Entrant:
     """An optimizer of layers, whose statistics are formed of some rows of a batch."""
     build = built(make, stats_rows=SAMPLED_ROWS, **options, **POSITIONS, **DECOUPLED)
-    return Entrant(make.__name__.lower(), make.__name__, (lr,), build, ours=True, draws_labels=draws_labels)
+    given = {"stats_rows": SAMPLED_ROWS, **{name: value for name, value in options.items() if not callable(value)}}
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return Entrant(
+        make.__name__.lower(), make.__name__, (lr,), build, ours=True, draws_labels=draws_labels, words=words
+    )
 
 
 # Adam's step in the eigenbasis of each layer.
@@ -117,17 +125,26 @@ BASELINE = "adamw"
 ENTRANTS: Mapping[str, Entrant] = {
     one.kind: one
     for one in (
-        Entrant("sgd", "SGD", (0.1,), METHODS["sgd"].make),
-        Entrant(BASELINE, "AdamW", (1e-3,), built(torch.optim.AdamW, fused=True, **DECOUPLED)),
-        Entrant("schedulefree", "schedule-free AdamW", (2.5e-3,), _of("ScheduleFreeAdamW"), cosine=False),
-        Entrant("muon", "Muon", (2e-2,), _muon),
-        Entrant("soap", "SOAP", (3e-3,), _of("SOAP")),
-        Entrant("shampoo", "Shampoo", (1e-3,), built(_shampoo, **DECOUPLED)),
+        Entrant("sgd", "SGD", (0.1,), METHODS["sgd"].make, words="momentum 0.9"),
+        Entrant(BASELINE, "AdamW", (1e-3,), built(torch.optim.AdamW, fused=True, **DECOUPLED), words="fused"),
+        Entrant(
+            "schedulefree", "schedule-free AdamW", (2.5e-3,), _of("ScheduleFreeAdamW"), cosine=False,
+            words="pytorch_optimizer; lr is constant after its warm-up",
+        ),
+        Entrant(
+            "muon", "Muon", (2e-2,), _muon,
+            words="float32, momentum 0.95; AdamW at a twentieth of lr for vectors, embeddings and the last layer",
+        ),
+        Entrant("soap", "SOAP", (3e-3,), _of("SOAP"), words="pytorch_optimizer"),
+        Entrant(
+            "shampoo", "Shampoo", (1e-3,), built(_shampoo, **DECOUPLED),
+            words="ScalableShampoo of pytorch_optimizer, betas (0.9, 0.99), norms of RMSProp, roots every ten steps",
+        ),
         _of_layers(optim.SpectralFOOF, 0.04, max_factor=256),
         _of_layers(optim.FOOF, 0.05, momentum=0.9),
         _of_layers(optim.KFAC, 0.05, momentum=0.9, damping=0.3, draws_labels=True),
         _of_layers(optim.KroneckerFilterFP, 6e-3, **_EIGENBASIS),
-        at_defaults("adabayesfp"),
-        at_defaults("ivon", to_target=False),
+        at_defaults("adabayesfp", words="sgd_lr = 100 lr"),
+        at_defaults("ivon", to_target=False, words="betas (0.9, 0.9995), clip_radius inf"),
     )
-}
+}  # fmt: skip

@@ -31,6 +31,11 @@ def _recurrent_backward(*shapes: Any, **options: Any) -> int:
     return 2 * _recurrent(*shapes, **options)
 
 
+def _pointwise(x: Any, w: Any, *_: Any, **__: Any) -> int:
+    """x @ w' by oneDNN, as `bayesgrad.products` calls it."""
+    return 2 * math.prod(x) * w[0]
+
+
 # Golub and Van Loan, 2013: Cholesky 1/3, its inverse 2/3, inverse 2, QR with Q 8/3, eigenvectors 9, SVD 21.
 DECOMPOSITIONS = {
     _aten.linalg_cholesky_ex: _cubic(1 / 3),
@@ -43,6 +48,8 @@ DECOMPOSITIONS = {
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    DECOMPOSITIONS[torch.ops.mkldnn._linear_pointwise] = _pointwise
 
 
 @contextlib.contextmanager

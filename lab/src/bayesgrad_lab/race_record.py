@@ -36,10 +36,10 @@ def keep(path: Path, protocol: Protocol, targets: dict[str, Any], searched: bool
     entry = {**values, "setting": dict(found.setting), "at_edge": found.at_edge}
     with held(path):
         every = _opened(path, protocol)
-        own = every["workloads"].setdefault(name, {"target": targets, "versions": {}, "results": {}})
+        own = every["workloads"].setdefault(name, {"target": targets, "results": {}})
         if own["target"] != json.loads(json.dumps(targets)):
             raise ValueError(f"{path} has results for {name} with another target: record this race in another file.")
-        own["versions"] = {**versions(), **_instructions()}
+        entry["versions"] = {**versions(), **_instructions()}
         own["results"].setdefault(kind, {})[TRACKS[searched]] = entry
         write_json(path, every)
 
@@ -51,7 +51,7 @@ def _instructions() -> dict[str, str]:
 
 
 def recorded(path: Path, protocol: Protocol) -> tuple[dict[str, Finishes], dict[str, Any], dict[str, Any]]:
-    """All results of a file, by track; and by workload the targets, and what it was run with."""
+    """All results of a file, by track; the targets by workload; and what each workload was run with, once each."""
     every = _opened(path, protocol)["workloads"]
     tracks: dict[str, Finishes] = {title: {} for title in TRACKS.values()}
     names = [name for name in WORKLOADS if name in every]
@@ -61,8 +61,12 @@ def recorded(path: Path, protocol: Protocol) -> tuple[dict[str, Finishes], dict[
                 values = {key: _read(entry[key]) for key in NUMBERS}
                 found = Finish(WORKLOADS[name], ENTRANTS[kind], entry["setting"], **values)
                 tracks[title][name, kind] = replace(found, at_edge=entry["at_edge"])
-    targets, conditions = ({name: every[name][part] for name in names} for part in ("target", "versions"))
-    return tracks, targets, conditions
+    conditions: dict[str, list[dict[str, str]]] = {name: [] for name in names}
+    for name in names:
+        for entry in (entry for results in every[name]["results"].values() for entry in results.values()):
+            if entry["versions"] not in conditions[name]:
+                conditions[name].append(entry["versions"])
+    return tracks, {name: every[name]["target"] for name in names}, conditions
 
 
 def _opened(path: Path, protocol: Protocol) -> dict[str, Any]:

@@ -172,5 +172,6 @@ def markdown(report: Report) -> str:
     for figure in report.figures:
         lines += [f"![{figure['caption']}]({figure['file']})", "", figure["caption"], ""]
     settings = ", ".join(f"{k}: {_said(v)}" for k, v in {**report.settings, **report.versions}.items())
-    lines += [f"± is the standard error over seeds. {settings}."]
+    explained = "± is the standard error over seeds. " if any("±" in line for line in lines) else ""
+    lines += [f"{explained}{settings}."]
     return "\n".join(lines) + "\n"
