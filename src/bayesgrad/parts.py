@@ -94,6 +94,7 @@ class Part:
     Attributes:
         needs: what the training loop has to do for this part.
         observes: whether `observe` does anything without labels and weights.
+        counts_losses: whether labels and weights of `observe`, which is not needed otherwise, say which losses count.
         whole: what passes with whole parameters give it, as with `fully_shard`, in words; None if parts of parameters
             (DTensors) of any kind will do.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
@@ -105,6 +106,7 @@ class Part:
 
     needs: Needs = Needs()
     observes: bool = False
+    counts_losses: bool = False
     whole: str | None = "the layers of the model"
     on_cpu: tuple[str, ...] = ()
     optimizer: Host

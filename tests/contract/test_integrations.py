@@ -259,6 +259,11 @@ LANGUAGE_RULES = {
     "FOOF": lambda model: optim.FOOF(model, 0.01, damping=1.0),
     "KFAC": lambda model: optim.KFAC(model, 1e-4, damping=1.0, seed=0),
     "KroneckerFilterFP": lambda model: optim.KroneckerFilterFP(model, 0.01, batch_size=20, seed=0),
+    "KroneckerFilterFP-empirical": lambda model: optim.KroneckerFilterFP(
+        model, 0.01, batch_size=20, fisher="empirical"
+    ),
+    "OGN": lambda model: optim.OGN(model, 0.1, num_data=40),
+    "VOGN": lambda model: optim.VOGN(model, 0.1, num_data=40, seed=0),
 }
 
 

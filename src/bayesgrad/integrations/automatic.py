@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bayesgrad.distributed import after_averaging
-from bayesgrad.integrations.outputs import observation
+from bayesgrad.integrations.outputs import has_several_labels, observation
 from bayesgrad.optimizer import BeliefOptimizer
 
 Observed = Callable[[tuple, dict, Any], Mapping[str, Any]]
@@ -70,7 +70,7 @@ def attach(optimizer: Any, model: nn.Module | None = None, *, observed: Observed
         )
     if own.attachment is not None:
         own.attachment.remove()
-    own.attachment = Attachment(own, model, observed or observation(model))
+    own.attachment = Attachment(own, model, observed)
     return own.attachment
 
 
@@ -91,16 +91,16 @@ class Attachment:
         observed: reads the arguments of `observe` from a forward pass.
     """
 
-    def __init__(self, optimizer: BeliefOptimizer, model: nn.Module, observed: Observed) -> None:
+    def __init__(self, optimizer: BeliefOptimizer, model: nn.Module, observed: Observed | None) -> None:
         self.optimizer: BeliefOptimizer = weakref.proxy(optimizer)
-        self.model, self.observed = model, observed
+        self.model, self.observed, self._given = model, observed or observation(model), observed is not None
         self._draw: Any = None  # the context of the current draw
         self._accumulated = False  # whether gradients were added in it
         self._marked: dict[Tensor, Any] = {}  # handles of hooks of parameters
         self._last: Any = None  # handle of the hook that observes, the last one of the model
         self._handles: list[Any] = []
         self._calls: list[Callable[[], Any]] = []
-        if any(optimizer.needs[:3]):
+        if any(optimizer.needs[:3]) or self._counts_losses():
             self._handles.append(model.register_forward_pre_hook(_Hook(self, "begin"), prepend=True))
             self._handles.append(model.register_state_dict_pre_hook(_Hook(self, "leave")))
 
@@ -127,11 +127,20 @@ class Attachment:
             self._last.remove()
             self._last = None
         needs = self.optimizer.needs
-        differentiable = any(t.requires_grad for t in _tensors(outputs))
-        seen = self.observed(args, kwargs, outputs) if differentiable and (needs.outputs or needs.loss) else {}
+        needed, seen = needs.outputs or needs.loss, {}
+        if any(t.requires_grad for t in _tensors(outputs)):
+            if needed or (self._counts_losses() and (self._given or has_several_labels(kwargs))):
+                seen = self.observed(args, kwargs, outputs)
+            if not needed and seen.get("labels") is None and seen.get("weights") is None:
+                seen = {}  # all losses count
         if seen and not (needs.loss and seen.get("loss") is None):  # else the loop, which has the loss, observes it
             self.optimizer.observe(**seen)
         self.follow(outputs)
+
+    def _counts_losses(self) -> bool:
+        """Whether the optimizer, which may not need outputs, would know from labels which losses count."""
+        parts = (*self.optimizer.sources, self.optimizer.preconditioner)
+        return any(part is not None and part.counts_losses for part in parts)
 
     def follow(self, outputs: Any) -> None:
         """Lets the backward pass of these outputs end the current draw; ends it now if they have none."""

@@ -46,6 +46,12 @@ def observation(model: nn.Module) -> Callable[[tuple, dict, Any], Mapping[str, A
     return observed
 
 
+def has_several_labels(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model was given several labels for each example, some of which may have no loss."""
+    labels = kwargs.get("labels")
+    return isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+
+
 def predictions(outputs: Any) -> tuple[Tensor | None, Tensor | None]:
     """The logits (or predicted values) and the loss among the outputs of a model; None for what is not there."""
     if isinstance(outputs, Mapping):

@@ -62,6 +62,10 @@ class LayerBelief(LayerPreconditioner):
     def setting(self, group: Mapping[str, Any]) -> float:
         return 0.0
 
+    def bind(self, optimizer: Host) -> None:
+        super().bind(optimizer)
+        self.counts_losses = not all(map(self.from_labels, optimizer.param_groups))
+
     def forget(self, observed: bool) -> None:
         super().forget(observed)
         if observed:

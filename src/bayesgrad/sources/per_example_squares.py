@@ -51,7 +51,7 @@ class PerExampleSquares(Source):
         super().bind(optimizer)
         self.fisher = optimizer.param_groups[0]["fisher"]
         self.observes = self.fisher != "empirical"
-        self.needs = Needs(outputs=self.observes)
+        self.needs, self.counts_losses = Needs(outputs=self.observes), not self.observes
         self.recorded = RecordedLayers(
             self.optimizer,
             "the squares of their mean gradients, times the batch size",
