@@ -376,6 +376,38 @@ def test_lightning_saves_the_posterior_and_logs(tmp_path: Path) -> None:
     assert "effective_lr" in Path(logger.log_dir, "metrics.csv").read_text()
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_lightning_saves_weights_to_evaluate_with_also_without_optimizers(patched: bool, tmp_path: Path) -> None:
+    """Checkpoints of weights only have those of whole checkpoints; the hook of the module is called once for each."""
+    import pytorch_lightning as pl
+
+    from bayesgrad.integrations.lightning import BeliefLightningCallback
+
+    class Saving(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            for only in (False, True):
+                trainer.save_checkpoint(tmp_path / f"{only}.ckpt", weights_only=only)
+
+    module = lit_module(network(), RULES["KalmanMomentum"])
+    called: list[Any] = []
+    if patched:
+        module.on_save_checkpoint = called.append
+    before = vars(module).get("on_save_checkpoint")
+    trainer = lightning_trainer(tmp_path, callbacks=[BeliefLightningCallback(), Saving()])
+    trainer.fit(module, Run(tmp_path).loader())
+    whole, only = (torch.load(tmp_path / f"{only}.ckpt", weights_only=True) for only in (False, True))
+    assert "optimizer_states" in whole
+    assert "optimizer_states" not in only
+    model, optimizer = plain("KalmanMomentum")
+    found = {key.removeprefix("net."): value for key, value in only["state_dict"].items()}
+    assert not same(found, weights(model))
+    optimizer.eval()
+    assert same(found, weights(model))
+    assert same(only["state_dict"], whole["state_dict"])
+    assert len(called) == 2 * patched
+    assert vars(module).get("on_save_checkpoint") == before
+
+
 def test_lightning_without_the_callback_says_what_is_missing(tmp_path: Path) -> None:
     """All but the last micro-batch run outside of step(closure), at the mean."""
     module = lit_module(network(), RULES["IVON"])

@@ -56,6 +56,8 @@ class BeliefLightningCallback(Callback):
         self.observed, self.save_posterior = observed, save_posterior
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _Saving.end(pl_module)
+        pl_module.on_save_checkpoint = _Saving(self, trainer, pl_module)
         for own in _optimizers(trainer):
             own.train()
             model = _smallest(pl_module, own)
@@ -106,7 +108,8 @@ class BeliefLightningCallback(Callback):
                 own.eval()
             now = trainer.strategy.lightning_module_state_dict()  # which shares memory with the weights
             checkpoint["state_dict"] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in now.items()}
-            checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
+            if "optimizer_states" in checkpoint:
+                checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(o) for o in trainer.optimizers]
         if self.save_posterior:
             (own,) = owns
             checkpoint["posterior"] = own.posterior(pl_module).state_dict()
@@ -115,10 +118,32 @@ class BeliefLightningCallback(Callback):
                 own.train()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        _Saving.end(pl_module)
         for own in _optimizers(trainer):
             if own.attachment is not None:
                 own.attachment.remove()
             own.eval()
+
+
+class _Saving:
+    """The hook of a module for checkpoints: with `save_weights_only=True` Lightning calls it, and none of callbacks."""
+
+    def __init__(self, callback: BeliefLightningCallback, trainer: Any, pl_module: Any) -> None:
+        self.callback, self.trainer, self.pl_module = callback, trainer, pl_module
+        self.former, self.patched = pl_module.on_save_checkpoint, "on_save_checkpoint" in vars(pl_module)
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        if "optimizer_states" not in checkpoint:
+            self.callback.on_save_checkpoint(self.trainer, self.pl_module, checkpoint)
+        self.former(checkpoint)
+
+    @staticmethod
+    def end(pl_module: Any) -> None:
+        """Restores the hook that the module had, also after a run that was interrupted."""
+        if isinstance(own := vars(pl_module).get("on_save_checkpoint"), _Saving):
+            del pl_module.on_save_checkpoint
+            if own.patched:
+                pl_module.on_save_checkpoint = own.former
 
 
 class BeliefModuleMixin:
