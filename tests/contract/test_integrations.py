@@ -26,6 +26,7 @@ from training_loops import (
     LOOPS,
     RULES,
     SIZE,
+    STEPS,
     TABLE,
     Classifier,
     Run,
@@ -428,6 +429,38 @@ def test_skorch_counts_the_training_examples() -> None:
     assert nets[1].optimizer_.param_groups[0]["num_data"] == 20
     assert same(weights(nets[0].module_), weights(nets[1].module_))
     assert skorch_net("AdaBayes", network()).initialize().optimizer_.param_groups[0]["batch_size"] == SIZE
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, SIZE),
+        ({"iterator_train__batch_size": 6}, 6),
+        ({"iterator_train__batch_size": -1}, 20),
+        ({"batch_size": 128}, 20),
+        ({"batch_size": -1}, 20),
+        ({"batch_size": -1, "iterator_train__batch_size": 6}, 6),
+        ({"iterator_valid__batch_size": 6}, SIZE),
+        ({"iterator_train__batch_size": 6, "optimizer__batch_size": 3}, 3),
+    ],
+)
+def test_skorch_counts_the_examples_of_a_training_batch(options: dict[str, int], expected: int) -> None:
+    """Steps are those with the size of the largest batch, given as `optimizer__batch_size`."""
+    x, y = examples().tensors
+    nets = [
+        skorch_net("AdaBayes", network(), **{**options, **more}) for more in ({}, {"optimizer__batch_size": expected})
+    ]
+    for net in nets:
+        net.fit(x[:20], y[:20])
+    assert nets[0].optimizer_.param_groups[0]["batch_size"] == expected
+    assert same(weights(nets[0].module_), weights(nets[1].module_))
+    assert same(states(nets[0].optimizer_), states(nets[1].optimizer_))
+
+
+def test_skorch_keeps_the_batch_size_of_a_group() -> None:
+    net = skorch_net("AdaBayes", network(), optimizer__param_groups=[("0.*", {"batch_size": 3})], batch_size=128)
+    net.fit(*examples().tensors)
+    assert [group["batch_size"] for group in net.optimizer_.param_groups] == [3, STEPS * SIZE]
 
 
 def test_skorch_refuses_to_draw_labels_from_probabilities() -> None:

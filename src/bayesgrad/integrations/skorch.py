@@ -23,8 +23,8 @@ except ImportError as error:  # pragma: no cover
 class BeliefNetMixin(NeuralNet):
     """A base class of nets that train with the optimizers of this package.
 
-    - Optimizers that take the model get it. `batch_size` is that of the net and `num_data` the number of training
-      examples of the first `fit`, unless they are given (`optimizer__num_data=1000`).
+    - Optimizers that take the model get it. `num_data` is the number of training examples of the first `fit`, and
+      `batch_size` that of the training iterator, at most `num_data`, unless given (`optimizer__num_data=1000`).
     - Training steps draw weights and are observed (`integrations.attach`).
     - Validation, prediction and saved parameters have the weights to evaluate with (`optimizer.eval()`).
 
@@ -34,19 +34,19 @@ class BeliefNetMixin(NeuralNet):
     """
 
     optimizer_: Any
-    uncounted_: bool = False  # whether num_data is still to be set
+    uncounted_: tuple[str, ...] = ()  # options that are still to be set: num_data, batch_size
 
     def initialize_optimizer(self, triggered_directly: Any = None) -> Any:
         (groups, *_), options = self.get_params_for_optimizer("optimizer", self.get_all_learnable_params())
         kind: Any = self.optimizer
         known = inspect.signature(kind).parameters
-        self.uncounted_ = "num_data" in known and "num_data" not in options
-        if self.uncounted_:
+        self.uncounted_ = tuple(n for n in ("num_data", "batch_size") if n in known and n not in options)
+        if "num_data" in self.uncounted_:
             if options.get("prior") is not None:
                 raise ValueError("optimizer__prior needs the number of training examples: pass optimizer__num_data.")
             options["num_data"] = 1.0
-        if "batch_size" in known and "batch_size" not in options and self.batch_size > 0:
-            options["batch_size"] = self.batch_size
+        if "batch_size" in self.uncounted_:
+            options["batch_size"] = max(1, self._batch_size())  # -1: all examples
         takes_model = getattr(kind, "takes_model", False)
         self.optimizer_ = kind(self.module_, params=groups, **options) if takes_model else kind(groups, **options)
         if self.optimizer_.needs.outputs and isinstance(self.criterion_, nn.NLLLoss):
@@ -56,6 +56,10 @@ class BeliefNetMixin(NeuralNet):
             )
         return self
 
+    def _batch_size(self) -> int:
+        """That of the training iterator; -1 for all examples."""
+        return self.get_params_for("iterator_train").get("batch_size", self.batch_size)
+
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
         super().on_train_begin(net, X, y, **kwargs)
         attach(self.optimizer_, self.module_)
@@ -63,9 +67,12 @@ class BeliefNetMixin(NeuralNet):
     def on_epoch_begin(self, net: Any, dataset_train: Any = None, dataset_valid: Any = None, **kwargs: Any) -> None:
         super().on_epoch_begin(net, dataset_train, dataset_valid, **kwargs)
         if self.uncounted_ and not self.optimizer_.state:
+            number, size = len(dataset_train), self._batch_size()
+            found = {"num_data": number, "batch_size": number if size == -1 else min(size, number)}
             for group in self.optimizer_.param_groups:
-                group["num_data"] = len(dataset_train)
-        self.uncounted_ = False
+                # Groups of `optimizer__param_groups` may have their own.
+                group |= {n: found[n] for n in self.uncounted_ if group[n] == self.optimizer_.defaults[n]}
+        self.uncounted_ = ()
 
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
         self.optimizer_.train()
