@@ -83,6 +83,24 @@ def test_counts_with_accumulation() -> None:
     assert counts(DataLoader(DATA, 8), accumulate=4) == {"num_data": 100, "batch_size": 32}
 
 
+@pytest.mark.parametrize("dispatched", [False, True])
+@pytest.mark.parametrize(("divided", "expected"), [(False, 16), (True, 8)])
+def test_counts_of_loaders_of_accelerate(dispatched: bool, divided: bool, expected: int, monkeypatch: Any) -> None:
+    """With `split_batches=True` the batch of the loader is that of all processes."""
+    from accelerate import PartialState
+    from accelerate.data_loader import prepare_data_loader
+
+    monkeypatch.setattr("bayesgrad.integrations.building.joint_processes", lambda: 2)
+    PartialState(cpu=True)
+    options = {"num_processes": 2, "process_index": 1, "put_on_device": dispatched}
+    loader = prepare_data_loader(DataLoader(DATA, 8), split_batches=divided, dispatch_batches=dispatched, **options)
+    assert counts(loader) == {"num_data": 100, "batch_size": expected}
+    assert counts(loader, accumulate=2)["batch_size"] == 2 * expected
+    if not dispatched:  # its batches need another process
+        assert len(next(iter(loader))) == expected // 2
+    PartialState._reset_state()
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter(DATA)

@@ -110,7 +110,10 @@ def counts(loader: Any, *, accumulate: int = 1) -> dict[str, int]:
     size = getattr(batches, "batch_size", None) or getattr(loader, "batch_size", None)
     if not isinstance(size, int):
         raise ValueError("the size of a batch does not follow from the loader: pass batch_size=.")
-    return {"num_data": num_data, "batch_size": min(size * accumulate * joint_processes(), num_data)}
+    # accelerate's: batches of this size are divided between processes.
+    divided = getattr(batches, "split_batches", False) or getattr(loader, "split_batches", False)
+    processes = 1 if divided else joint_processes()
+    return {"num_data": num_data, "batch_size": min(size * accumulate * processes, num_data)}
 
 
 def build_optimizer(
