@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -415,6 +416,22 @@ def test_lightning_without_the_callback_says_what_is_missing(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match=r"inside `with optimizer.sampled\(\):`"):
         lightning_trainer(tmp_path, accumulate_grad_batches=2).fit(module, Run(tmp_path).loader())
     assert same(weights(module.net), weights(network()))
+
+
+@pytest.mark.parametrize("name", ["Newton", "IVON"])
+def test_lightning_with_a_scaled_loss_is_refused_by_rules_that_need_the_loss(name: str, tmp_path: Path) -> None:
+    """The loss of `on_before_backward` has the scale of the GradScaler, by which the Hessian would be too large."""
+    from pytorch_lightning.plugins.precision import MixedPrecision
+
+    from bayesgrad.integrations.lightning import BeliefLightningCallback
+
+    module = lit_module(network().float(), RULES[name])
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer = lightning_trainer(tmp_path, callbacks=[BeliefLightningCallback()], plugins=[plugin], precision=None)
+    loader = torch.utils.data.DataLoader([(x.float(), y) for x, y in examples()], SIZE)
+    words = r"Newton needs second derivatives of the loss.* use precision='bf16-mixed' or '32-true'\."
+    with pytest.raises(ValueError, match=words) if name == "Newton" else nullcontext():
+        trainer.fit(module, loader)
 
 
 # --- skorch ---

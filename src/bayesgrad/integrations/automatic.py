@@ -74,6 +74,21 @@ def attach(optimizer: Any, model: nn.Module | None = None, *, observed: Observed
     return own.attachment
 
 
+def refuse_scaler(optimizer: BeliefOptimizer, scaler: Any, remedy: str) -> None:
+    """Raises if the loss that a training loop shows to its optimizer has the scale of a `GradScaler`.
+
+    Args:
+        optimizer: that may need the loss.
+        scaler: of the loop; None without one.
+        remedy: how this loop trains without it.
+    """
+    if optimizer.needs.loss and scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            f"{type(optimizer).__name__} needs second derivatives of the loss, whose weight is not known behind the "
+            f"GradScaler of this training loop: {remedy}."
+        )
+
+
 def belief_optimizer(optimizer: Any) -> BeliefOptimizer:
     """The optimizer inside of wrappers that have it in their attribute `optimizer`."""
     inner = optimizer

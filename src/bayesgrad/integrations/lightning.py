@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bayesgrad.integrations.automatic import Observed, attach, belief_optimizer
+from bayesgrad.integrations.automatic import Observed, attach, belief_optimizer, refuse_scaler
 from bayesgrad.integrations.monitoring import diagnostics
 from bayesgrad.integrations.pruning import report
 from bayesgrad.optimizer import BeliefOptimizer
@@ -31,6 +31,7 @@ def _package() -> Any:
 
 
 Callback: Any = _package().Callback
+UNSCALED = "use precision='bf16-mixed' or '32-true'"
 
 
 class BeliefLightningCallback(Callback):
@@ -59,6 +60,8 @@ class BeliefLightningCallback(Callback):
         _Saving.end(pl_module)
         pl_module.on_save_checkpoint = _Saving(self, trainer, pl_module)
         for own in _optimizers(trainer):
+            # `on_before_backward` gets the loss times the scale.
+            refuse_scaler(own, getattr(trainer.precision_plugin, "scaler", None), UNSCALED)
             own.train()
             model = _smallest(pl_module, own)
             attachment = attach(own, model, observed=self.observed)
