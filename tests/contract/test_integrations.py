@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bayesgrad import Posterior, optim
-from bayesgrad.integrations import report
+from bayesgrad.integrations import attach, report
 from cases import same, states, weights
 from training_loops import (
     ACCUMULATES,
@@ -311,6 +312,35 @@ def test_trainer_with_models_of_transformers(kind: str, name: str, tmp_path: Pat
     assert kind != "lora" or all("lora" in key for key in changed)
     if kind == "lora" and name == "IVON":
         assert set(own.posterior(model).mean) == {key for key in weights(model) if "lora" in key}
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "average"), [("Newton", 2, True), ("Newton", 2, False), ("IVON", 2, True)]
+)
+def test_trainer_that_multiplies_the_loss_by_the_number_of_processes_is_refused(
+    name: str, processes: int, average: bool
+) -> None:
+    """It does so after the model has returned the loss, of which the Hessian would be too small."""
+    from bayesgrad.integrations.huggingface import BeliefTrainerCallback
+
+    net = network()
+    own = RULES[name](net)
+    arguments = SimpleNamespace(world_size=processes, average_tokens_across_devices=average)
+    words = r"Newton needs second .* use TrainingArguments\(average_tokens_across_devices=False\)\."
+    with pytest.raises(ValueError, match=words) if name == "Newton" and average else nullcontext():
+        BeliefTrainerCallback().on_train_begin(arguments, None, None, optimizer=own, model=Classifier(net))
+    assert (own.attachment is None) == (name == "Newton" and average)
+
+
+@pytest.mark.parametrize(("name", "enabled"), [("Newton", True), ("Newton", False), ("IVON", True)])
+def test_a_prepared_optimizer_with_a_scaler_is_refused_by_rules_that_need_the_loss(name: str, enabled: bool) -> None:
+    """accelerate multiplies the loss by the scale and divides it by micro-batches, which its product does not tell."""
+    net = network()
+    own = RULES[name](net)
+    prepared = SimpleNamespace(optimizer=own, scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+    words = r"Newton needs second derivatives of the loss.* use mixed_precision='bf16' or 'no'"
+    with pytest.raises(ValueError, match=words) if name == "Newton" and enabled else nullcontext():
+        attach(prepared, Classifier(net))
 
 
 # --- Lightning ---

@@ -63,6 +63,7 @@ def attach(optimizer: Any, model: nn.Module | None = None, *, observed: Observed
     Checked by: tests/contract/test_attach.py.
     """
     own = belief_optimizer(optimizer)
+    refuse_scaler(own, getattr(optimizer, "scaler", None), "use mixed_precision='bf16' or 'no' (bf16=True of Trainer)")
     model = own.model if model is None else model
     if model is None:
         raise TypeError(

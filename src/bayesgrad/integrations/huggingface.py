@@ -47,6 +47,13 @@ class BeliefTrainerCallback(TrainerCallback):
         self.observed, self.save_posterior, self.log = observed, save_posterior, log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        own = belief_optimizer(kwargs["optimizer"])
+        if own.needs.loss and args.world_size > 1 and args.average_tokens_across_devices:
+            # Trainer multiplies the loss of the model by the number of processes, in place.
+            raise ValueError(
+                f"{type(own).__name__} needs second derivatives of the loss of each process, but Trainer multiplies it "
+                "by the number of processes: use TrainingArguments(average_tokens_across_devices=False)."
+            )
         attach(kwargs["optimizer"], kwargs["model"], observed=self.observed)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
