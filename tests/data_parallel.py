@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bayesgrad
 from bayesgrad import optim, samplers
-from bayesgrad.distributed import independent_draws
+from bayesgrad.distributed import independent_draws, independent_processes
 from bayesgrad.preconditioners.refresh import INVERTED, MERGED
 from cases import CASES, batch, same, small_model, weights
 
@@ -423,6 +423,17 @@ def empty(rank: int, size: int) -> Result:
     return {}
 
 
+def in_group(name: str, alone: bool, rank: int, size: int) -> Result:
+    """A step of a model in a process group of its own process, or, with `alone`, of all that train models alone."""
+    groups = [distributed.new_group([r]) for r in range(size)]
+    model = model_of()
+    net = DistributedDataParallel(model, process_group=None if alone else groups[rank])
+    with independent_processes() if alone else nullcontext():
+        optimizer = of(name)(model)
+    join_step(optimizer, net, 0, 0, [rank], 1)
+    return weights(model)
+
+
 def late(before: tuple[nn.Module, Any], rank: int, size: int) -> Result:
     """An optimizer that was built before the process group, with another seed in each process."""
     run = Run("late", lambda model: before[1], model=lambda: before[0])
@@ -516,6 +527,9 @@ def others(found: dict[str, Any], before: tuple[nn.Module, Any], rank: int, size
     for name in NOT_JOINED:
         attempt(found, f"joined {name}", joined, name, rank, size)
     attempt(found, "joined without state", joined, "AdaBayes", rank, size, False)
+    for name in ("AdaBayes", "Newton", "FOOF"):
+        for alone in (False, True):
+            attempt(found, f"in group {name} {alone}", in_group, name, alone, rank, size)
     found["late"] = late(before, rank, size)
     for name in ("AdaBayes", "AdaBayesFP", "IVON", "KalmanMomentum"):
         found[f"bytes {name}"] = communicated(name, rank, size)

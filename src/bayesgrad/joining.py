@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,17 +60,40 @@ def _keeps_state(optimizer: Any) -> bool:
     return optimizer in _states and _states[optimizer]._join_config.enable
 
 
-def in_join(optimizer: Any) -> bool:
-    """Whether DistributedDataParallel expects that some processes have fewer batches than others."""
-    if distributed.joint_processes() == 1:
-        return False
+def _replicas_of(optimizer: Any) -> WeakSet[Any]:
+    """The modules `DistributedDataParallel` that average gradients of an optimizer's parameters."""
     if (found := _replicas.get(optimizer)) is None:
         # Neither a parameter nor a model knows of the module that averages its gradients.
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         kind = nn.parallel.DistributedDataParallel
         known = [one for one in gc.get_objects() if issubclass(type(one), kind)]
         found = _replicas[optimizer] = WeakSet(one for one in known if mine & {id(p) for p in one.parameters()})
-    return any(one._join_config.enable for one in found)
+    return found
+
+
+def in_join(optimizer: Any) -> bool:
+    """Whether DistributedDataParallel expects that some processes have fewer batches than others."""
+    return distributed.joint_processes() > 1 and any(one._join_config.enable for one in _replicas_of(optimizer))
+
+
+def _refuse_other_group(optimizer: Any, processes: int) -> None:
+    """Raises if gradients are averaged over other processes than those that share what they have collected."""
+    if sizes := {size for one in _replicas_of(optimizer) if (size := one.process_group.size()) != processes}:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} uses more than gradients, of all processes that train one model, {processes}, "
+            f"but DistributedDataParallel averages gradients over {max(sizes)}: give it a process_group of all "
+            "processes, outside of independent_processes(), or use a rule of gradients and draws, such as AdaBayes."
+        )
+
+
+def trains_alone(optimizer: Any, parts: Iterable[Any]) -> bool:
+    """Whether other processes train other models.
+
+    Raises if DistributedDataParallel averages gradients with them nevertheless, and a part uses more than gradients.
+    """
+    if optimizer.independent and any(part.needs.outputs or part.needs.loss or part.recorded for part in parts):
+        _refuse_other_group(optimizer, 1)
+    return optimizer.independent
 
 
 def check_join(optimizer: Any) -> None:
@@ -83,10 +107,12 @@ def check_join(optimizer: Any) -> None:
 
 
 def refuse_join(optimizer: Any) -> None:
-    """Raises if processes may stop to take steps, and this optimizer would wait for what they have collected."""
+    """Raises if this optimizer would wait for processes that take no more steps, or have replicas of other models."""
     if in_join(optimizer):
         raise RuntimeError(
             f"{type(optimizer).__name__} exchanges more than gradients, and cannot go on without the processes that "
             "have no more batches: use no join(), and give all processes the same number of batches, for example by "
             "drop_last=True."
         )
+    if (processes := distributed.joint_processes()) > 1:
+        _refuse_other_group(optimizer, processes)

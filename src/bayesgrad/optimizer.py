@@ -336,7 +336,7 @@ class BeliefOptimizer(CheckedOptimizer):
 
     def share(self) -> None:
         """Replaces what parts have collected by that of all processes that train this model."""
-        if distributed.has_group() and not self.independent:
+        if distributed.has_group() and not joining.trains_alone(self, self._parts):
             refuse = partial(joining.refuse_join, self)
             distributed.exchange(self._parts, self.param_groups[0].get("seed"), self.draws, before=refuse)
             joining.check_join(self)

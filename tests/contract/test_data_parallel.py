@@ -144,6 +144,17 @@ def test_a_process_with_fewer_batches_needs_the_state_of_the_others(two: Found) 
         assert results["joined without state"].startswith(words)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_gradients_of_other_processes_than_those_that_exchange_are_refused(alone: bool, two: Found) -> None:
+    """Sums of all processes do not belong to the mean gradient of some; a rule of gradients has nothing to exchange."""
+    for results in two:
+        for name in ("Newton", "FOOF"):
+            words = f"train one model, {1 if alone else 2}, but DistributedDataParallel averages gradients over"
+            assert f"RuntimeError: {name} uses more than" in results[f"in group {name} {alone}"]
+            assert f"{words} {2 if alone else 1}: " in results[f"in group {name} {alone}"]
+        assert not isinstance(results[f"in group AdaBayes {alone}"], str)
+
+
 def test_elementwise_rules_communicate_nothing(two: Found) -> None:
     for results in two:
         for name in ("AdaBayes", "AdaBayesFP", "IVON", "KalmanMomentum"):
