@@ -315,6 +315,16 @@ def posterior() -> Result:
     return {}
 
 
+def replaced(name: str) -> Result:
+    """As by accelerate: the groups of an optimizer get the shards of the parameters that it was built for."""
+    model = model_of()
+    optimizer = optimizer_of(name, model)
+    model = sharded(model)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    run(model, optimizer, slice(None))
+    return {}
+
+
 def tensor_parallel(name: str, processes: int, part: slice | None, two_dimensional: bool = False) -> Result:
     """Columns of the first layer and rows of the second; with `two_dimensional`, shards of these as well."""
     torch.manual_seed(0)
@@ -457,6 +467,8 @@ def together(found: dict[str, Result], rank: int, processes: int, part: slice) -
         attempt(found, f"fsdp2 modes {name}", modes, name, part)
     attempt(found, "drawn", drawn, "IVON")
     attempt(found, "posterior", posterior)
+    for name in ("IVON", "KFAC", "AdaBayes"):
+        attempt(found, f"replaced {name}", replaced, name)
     attempt(found, "independent draws", independently_drawn)
 
 

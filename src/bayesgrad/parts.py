@@ -200,6 +200,8 @@ class Part:
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         """Raises if a step cannot be taken; called before anything changes."""
+        if distributed.has_group() and not self.sharded:
+            shards.refuse_replaced(self.optimizer)
         if self.recorded is not None:
             self.recorded.check_model()
 

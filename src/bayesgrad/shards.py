@@ -385,6 +385,15 @@ def refuse(name: str, what: str, params: Iterable[Tensor], processes: int) -> No
         )
 
 
+def refuse_replaced(optimizer: Any) -> None:
+    """Raises if the whole parameters that an optimizer was built for became shards in its groups, as by accelerate."""
+    if any(is_shard(p) for group in optimizer.param_groups for p in group["params"]):
+        own = optimizer.__class__.__name__
+        raise RuntimeError(
+            f"fully_shard has replaced the parameters that {own} was built for: build {own} after fully_shard."
+        )
+
+
 def refuse_unreduced(name: str) -> None:
     """Raises if the gradients of a draw were added to those of a later one before they became shards."""
     raise RuntimeError(

@@ -121,6 +121,10 @@ def test_what_shards_cannot_do_is_refused_in_a_sentence(processes: int, results:
         message = assert_alike(found, "independent draws")
         assert message.startswith("RuntimeError: IVON draws its part of one vector for each DTensor parameter")
     assert assert_alike(found, "posterior").startswith("TypeError: posterior() needs whole parameters, got DTensors")
+    for name in ("IVON", "KFAC"):  # parameters of its groups were replaced after it was built
+        words = f"RuntimeError: fully_shard has replaced the parameters that {name} was built for: build {name} after"
+        assert assert_alike(found, f"replaced {name}").startswith(words)
+    assert not isinstance(assert_alike(found, "replaced AdaBayes"), str)
 
 
 @processes_of
