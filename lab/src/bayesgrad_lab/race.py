@@ -39,7 +39,6 @@ TARGETS = "targets.json"
 SECONDS, STEPS, VALUE, LOSS = range(4)  # columns of a curve
 FLOOR = 0.02  # of lr, where a warm-up begins and a schedule ends
 OVERHEAD = 1.25  # of validation and of counting operations, for estimates
-ENDED = 0.9  # of a time, from which on a curve that ends is one that got there
 UNTIMED = 3  # steps on a copy, before the clock starts: what is compiled is compiled then
 
 
@@ -277,9 +276,9 @@ def within(curve: Tensor, seconds: float, column: int = VALUE) -> float:
 
 
 def at(curve: Tensor, seconds: float, column: int = LOSS) -> float:
-    """The last value of a column in that time; infinite if training could not go on before."""
-    found = curve[curve[:, SECONDS] <= seconds]
-    return found[-1, column].item() if len(found) and found[-1, SECONDS] >= ENDED * seconds else math.inf
+    """The last value of a column in that time."""
+    found = curve[curve[:, SECONDS] <= seconds, column]
+    return found[-1].item() if len(found) else math.inf
 
 
 def slowness(curve: Tensor, target: float, limit: float) -> float:
