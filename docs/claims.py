@@ -32,8 +32,8 @@ HEAD = """# Every claim in one table
 `python docs/claims.py` writes this page from the pages that it links to, and a test compares them. The verdict is
 that of the [list](README.md). The effect is the first statement of the page that has an interval. Where none has, it is
 the first with a number, followed by a row or a column of a table of the page, or by the reason why there is no
-interval. ± is one standard error over seeds, and (a to b) is one standard error to either side. Pages have all numbers,
-what was changed after results were seen, and the limits. Most commands need data files
+interval. ± is one standard error over seeds, and (a to b) is one standard error to either side, or a range where it
+says so. Pages have all numbers, what was changed after results were seen, and the limits. Most commands need data files
 (`--data-dir`).
 
 | claim | verdict | effect | command |
