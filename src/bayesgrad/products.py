@@ -1,8 +1,9 @@
 """Products of float32 matrices on CPUs, by the faster of torch's two libraries.
 
 torch multiplies matrices by MKL, which does not use the widest instructions of AMD's processors. oneDNN, by which torch
-computes convolutions, does: there it is 1.5 to 2.3 times as fast from about 150 rows and columns on. Both round alike,
-and neither uses a shorter type. Elsewhere, and for small matrices, these functions are torch's own.
+computes convolutions, does: from about 150 rows and columns on it is 1.5 to 2.3 times as fast where these instructions
+take one cycle (from Zen 5 on), and up to 1.2 times where they take two. Both round alike, and neither uses a shorter
+type. Elsewhere, and for small matrices, these functions are torch's own.
 
 Layers themselves are left to torch, so that recording them changes no number.
 """
@@ -10,6 +11,7 @@ Layers themselves are left to torch, so that recording them changes no number.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor
 
 FEWEST = 3 << 20  # multiplications, from which on oneDNN is faster: a call of it takes longer
 SHORTEST = 64  # sums, from which on a product is worth two more passes over what it is added to
+ONE_CYCLE = 26  # the family of AMD's processors from which on the widest instructions take one cycle
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 def addmm_(target: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> None:
     """target <- beta target + alpha a @ b, in place."""
-    if a.shape[-1] < SHORTEST or not _is_large(a, b) or _onednn() is None:
+    if a.shape[-1] < SHORTEST or not _is_large(a, b) or not _adds_by_onednn():
         multiply = target.addmm_ if target.dim() == 2 else target.baddbmm_
         multiply(a, b, beta=beta, alpha=alpha)
     elif beta:
@@ -78,6 +81,13 @@ def _onednn() -> Callable[..., Tensor] | None:
     except (AttributeError, RuntimeError, TypeError):  # of another version of torch
         return None
     return operator if torch.equal(found, x @ w.T) else None
+
+
+@cache
+def _adds_by_onednn() -> bool:
+    """Whether oneDNN, which adds to nothing, is faster by so much that passes over the target do not matter."""
+    family = re.search(r"cpu family\s*:\s*(\d+)", _processor())
+    return _onednn() is not None and family is not None and int(family[1]) >= ONE_CYCLE
 
 
 def _processor() -> str:

@@ -31,6 +31,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("this build of torch has no oneDNN")
     operator = torch.ops.mkldnn._linear_pointwise.default if request.param else None
     monkeypatch.setattr(products, "_onednn", lambda: operator)
+    monkeypatch.setattr(products, "_adds_by_onednn", lambda: operator is not None)
 
 
 @pytest.mark.usefixtures("library")
@@ -73,3 +74,15 @@ def test_what_is_differentiated_or_of_another_dtype_is_left_to_torch(monkeypatch
     torch.testing.assert_close(torch.vmap(products.mm)(stack, stack), stack @ stack)
     with pytest.raises(AssertionError):
         products.mm(b, b)
+
+
+@pytest.mark.parametrize(("family", "added"), [(25, False), (26, True), (None, False)])
+def test_sums_of_products_are_by_onednn_where_its_instructions_take_one_cycle(
+    family: int | None, added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "vendor_id : AuthenticAMD\n" if family is None else f"vendor_id : AuthenticAMD\ncpu family\t: {family}\n"
+    monkeypatch.setattr(products, "_processor", lambda: text)
+    monkeypatch.setattr(products, "_onednn", lambda: torch.matmul)
+    products._adds_by_onednn.cache_clear()
+    assert products._adds_by_onednn() is added
+    products._adds_by_onednn.cache_clear()

@@ -75,9 +75,8 @@ class Moment:
         size = rows.shape[-1]
         if len(matrix) == 1:
             one = rows[0]
-            for start, end in _strips(size, len(one)):
-                strip = matrix[0, start:end, :end]
-                addmm_(strip, one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
+            for start, end in _strips(size):
+                addmm_(matrix[0, start:end, :end], one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
         else:
             addmm_(matrix[:, :size, :size], rows.mT, rows, beta=keep, alpha=take)
         if self.ones:
@@ -169,9 +168,9 @@ def has_finite_square(size: Tensor) -> Tensor:
     return size < math.sqrt(torch.finfo(size.dtype).max) / 1024
 
 
-def _strips(size: int, rows: int) -> list[tuple[int, int]]:
+def _strips(size: int) -> list[tuple[int, int]]:
     """Ranges of a lower triangle. More of them would save operations but use slower, smaller products."""
-    count = 1 if size < 512 else 2 if rows < 256 else 3
+    count = 1 if size < 128 else 2 if size < 256 else 4
     ends = [round(i * size / count) for i in range(count + 1)]
     return list(pairwise(ends))
 
