@@ -149,19 +149,19 @@ def test_a_moving_average_is_formed_in_place() -> None:
 
 @pytest.mark.parametrize(
     ("name", "count", "every"),
-    # The largest k that leaves 20 rows, or 16 examples, and has no divisor in common with their number: with k = 5, 100
+    # The largest k that leaves 20 rows, or 16 lines, and has no divisor in common with their number: with k = 5, 100
     # rows would be at the same positions of each example; with k = 7, there would be 15.
-    [("linear", 100, 3), ("sequence", 50, 9), ("conv", 49, 3), ("groups", 64, 3), ("lookup", 71, 10)],
+    [("linear", 100, 3), ("sequence", 50, 9), ("conv", 49, 11), ("groups", 64, 11), ("lookup", 71, 10)],
 )
-def test_with_stats_rows_moments_are_means_over_every_kth_row_or_example(name: str, count: int, every: int) -> None:
+def test_with_stats_rows_moments_are_means_over_every_kth_row_or_line(name: str, count: int, every: int) -> None:
     torch.manual_seed(0)
     make, data = LAYERS[name]
     layer = layer_of(module := make())
     (call,) = calls(module, x := data(count), 1)
     found = LayerStatistics.of(layer, [call], stats_rows=20.0).moments()
     a, e = rows_of(layer, call)
-    if layers.leading_rows(module, call.error) < e.shape[1]:  # examples of a convolution
-        a, e = (rows.unflatten(1, (count, -1))[:, ::every].flatten(1, 2) for rows in (a, e))
+    if name == "conv":  # four lines of five places in each example
+        a, e = (rows.unflatten(1, (4 * count, -1))[:, ::every].flatten(1, 2) for rows in (a, e))
     else:
         a, e = a if layer.lookup else a[:, ::every], e[:, ::every]  # indices are all counted
     losses = len(x) * (1 if layer.lookup else a.shape[1] / rows_of(layer, call)[0].shape[1])
@@ -183,8 +183,9 @@ def test_with_stats_rows_repeated_examples_have_the_moments_of_all_rows() -> Non
         for side in ("input", "error"):
             means = [m[side].sum().double() / m[side].count for m in (some, every)]
             if name != "lookup":  # 65 of 12,000 rows, whose positions differ
-                # Of 65 rows of sequences, 17 are at one of four positions, and 16 at each other one.
-                part = 0.05 if name == "sequence" else 1e-7
+                # Of 65 rows of sequences, 17 are at one of four positions, and 16 at each other one; of 17 lines of
+                # the convolution, 5 and 4.
+                part = {"sequence": 0.05, "groups": 0.05, "conv": 0.1}.get(name, 1e-7)
                 torch.testing.assert_close(*means, rtol=0, atol=part * float(means[1].abs().max()))
             assert some[side].count == every[side].count, name  # losses and rows of the whole call
 
@@ -209,15 +210,26 @@ def test_with_stats_rows_there_are_four_rows_for_each_row_of_a_factor() -> None:
 
 
 @pytest.mark.parametrize("diagonal", [(), ("input", "error")])
-@pytest.mark.parametrize("name", ["linear", "conv", "groups"])
-def test_with_stats_rows_calls_of_any_size_count_by_their_rows(name: str, diagonal: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Linear(3, 2), (3,)),
+        (nn.Conv2d(2, 4, 3), (2, 6, 7)),
+        (nn.Conv1d(4, 6, 2, groups=2), (4, 5)),
+        (nn.ConvTranspose2d(2, 3, 1, bias=False), (2, 6, 7)),
+    ],
+    ids=["linear", "conv", "groups", "transposed"],
+)
+def test_with_stats_rows_calls_of_any_size_count_by_their_rows(
+    module: nn.Module, shape: tuple[int, ...], diagonal: tuple[str, ...]
+) -> None:
     torch.manual_seed(0)
-    make, data = LAYERS[name]
-    layer = layer_of(module := make())
-    uses = []
-    for index, count in enumerate((4000, 300, 1)):
-        (call,) = calls(module, data(1), 1)
-        uses.append(LayerCall(module, *(t.expand(count, *t.shape[1:]) for t in (call.input, call.error)), 0, index))
+    layer, uses = layer_of(module.double()), []
+    for index, count in enumerate((4000, 300, 1)):  # all rows of a call are the same
+        x = torch.randn(1, shape[0], *[1] * len(shape[1:])).expand(count, *shape)
+        like = module(x)
+        error = torch.randn(1, like.shape[1], *[1] * len(shape[1:])).expand_as(like)
+        uses.append(LayerCall(module, x, error, 0, index))
     some, every = (
         LayerStatistics.of(layer, uses, diagonal=diagonal, **o).moments() for o in ({"stats_rows": 64.0}, {})
     )

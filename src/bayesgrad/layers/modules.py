@@ -145,6 +145,15 @@ def rows_in(module: nn.Module, error: Tensor) -> int:
     return error.numel() // error.shape[-1]
 
 
+def lines_in(module: nn.Module, error: Tensor) -> int:
+    """The number of rows, or of a convolution, of pairs of an example and a place in the first dimension."""
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return examples_in(module, error) * _places(module, error)[0]
+    if isinstance(module, CONVOLUTIONS):
+        return examples_in(module, error) * error.shape[-len(module.kernel_size)]
+    return rows_in(module, error)
+
+
 def _places(module: Any, error: Tensor) -> list[int]:
     """The size of a transposed convolution's input in each dimension, from the error at its output."""
     settings = zip(module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding)
@@ -174,33 +183,46 @@ def _dimensions(module: nn.Module) -> int:
     return 0 if isinstance(module, nn.Embedding) else 1
 
 
-def inputs_of(module: nn.Module, x: Tensor, layout: RowLayout | None = None) -> Tensor:
-    """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
+def inputs_of(module: nn.Module, x: Tensor, layout: RowLayout | None = None, every: int = 1) -> Tensor:
+    """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position.
+
+    Args:
+        layout: of the rows of x; None if the first dimension is that of examples.
+        every: k, to take every k-th line of a convolution (see `lines_in`), as if it were an example.
+    """
     x = x.to(_dtype(module))
     if is_unbatched(module, x):
         x = x[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return _arranged(_channels_last(module, x), layout)
+        return _arranged(_channels_last(module, x, every), layout)
     if not isinstance(module, CONVOLUTIONS):
         return _arranged(x.reshape(1, -1, 1, x.shape[-1]), layout or RowLayout(1, len(x)))
     if padding_of(module) is not None:  # else it is padded already
         x = F.pad(x, module._reversed_padding_repeated_twice)
-    return _arranged(_windows(module, x), layout)
+    return _arranged(_windows(module, x, every), layout)
 
 
-def _windows(module: Any, x: Tensor) -> Tensor:
+def _windows(module: Any, x: Tensor, every: int) -> Tensor:
     """What the kernel covers at each position, (groups, N, positions, channels * kernel), of x (N, channels, *size)."""
     rank = len(module.kernel_size)
     for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
         x = x.unfold(2 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
-    x = x.unflatten(1, (module.groups, -1))  # (N, groups, channels, *places, *kernel)
+    x = _lines(x, every).unflatten(1, (module.groups, -1))  # (N, groups, channels, *places, *kernel)
     order = (1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank))
     x = x.permute(order)
     return x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1)
 
 
-def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None) -> Tensor:
-    """e, (groups, N, positions, out): the derivative of the loss by the layer's output.
+def _lines(x: Tensor, every: int) -> Tensor:
+    """Every k-th line of x (N, channels, *size), as (lines, channels, 1, *size[1:])."""
+    if every == 1:
+        return x
+    chosen = torch.arange(0, x.shape[0] * x.shape[2], every, device=x.device)
+    return x.transpose(1, 2)[chosen // x.shape[2], chosen % x.shape[2]].unsqueeze(2)
+
+
+def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None, every: int = 1) -> Tensor:
+    """e, (groups, N, positions, out): the derivative of the loss by the layer's output; `layout`, `every` as above.
 
     A transposed convolution adds a W' to its output around each position of its input, so its positions are those, and
     e is what the kernel covers of the error at the output, (groups, N, positions, out * kernel).
@@ -209,10 +231,10 @@ def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None)
     if error.dim() == _dimensions(module):
         error = error[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return _arranged(_windows(module, _uncropped(module, error)), layout)
+        return _arranged(_windows(module, _uncropped(module, error), every), layout)
     if not isinstance(module, CONVOLUTIONS):
         return _arranged(error.reshape(1, -1, 1, error.shape[-1]), layout or RowLayout(1, len(error)))
-    return _arranged(_channels_last(module, error), layout)
+    return _arranged(_channels_last(module, error, every), layout)
 
 
 def _uncropped(module: Any, error: Tensor) -> Tensor:
@@ -221,23 +243,23 @@ def _uncropped(module: Any, error: Tensor) -> Tensor:
     return F.pad(error, [n for pair in reversed(ends) for n in pair])
 
 
-def _channels_last(module: Any, x: Tensor) -> Tensor:
+def _channels_last(module: Any, x: Tensor, every: int) -> Tensor:
     """(groups, N, positions, channels), of x (N, channels, *size)."""
-    return x.flatten(2).mT.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
+    return _lines(x, every).flatten(2).mT.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
 
 
-def input_rows(module: nn.Module, x: Tensor) -> Tensor:
-    """a, (groups, rows, in), with a row for each example and position."""
+def input_rows(module: nn.Module, x: Tensor, every: int = 1) -> Tensor:
+    """a, (groups, rows, in), with a row for each example and position, or those of every k-th line of a convolution."""
     if isinstance(module, nn.Linear):
         return x.to(_dtype(module)).reshape(1, -1, x.shape[-1])
-    return inputs_of(module, x).flatten(1, 2)
+    return inputs_of(module, x, every=every).flatten(1, 2)
 
 
-def error_rows(module: nn.Module, error: Tensor) -> Tensor:
-    """e, (groups, rows, out)."""
+def error_rows(module: nn.Module, error: Tensor, every: int = 1) -> Tensor:
+    """e, (groups, rows, out), as `input_rows`."""
     if isinstance(module, nn.Linear):
         return error.to(_dtype(module)).reshape(1, -1, error.shape[-1])
-    return errors_of(module, error).flatten(1, 2)
+    return errors_of(module, error, every=every).flatten(1, 2)
 
 
 def _arranged(rows: Tensor, layout: RowLayout | None) -> Tensor:

@@ -18,11 +18,12 @@ from bayesgrad.layers.call import CallKey, LayerCall, loss_id
 from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import Moment, has_finite_square, joined, norm
+from bayesgrad.layers.operations import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from bayesgrad.layers.pass_losses import PassLosses
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
 SIDES = ("input", "error")
-ROWS_OF_SIZE, EXAMPLES = 4, 16  # with `stats_rows`: rows at least, in sizes of the moment; examples of a convolution
+ROWS_OF_SIZE, LINES = 4, 16  # with `stats_rows`: rows at least, in sizes of the moment; lines of a convolution
 SPLIT = (
     "the loss of one forward pass was differentiated in several backward passes, with another pass of layer {!r} in "
     "between, so that the errors of an example are not known: call backward() once, on the sum of its terms."
@@ -53,9 +54,10 @@ class LayerStatistics:
     position.
 
     The moments are summed as calls arrive (`add`). Rows of inputs and errors are not stored, unless `keep` asks for it.
-    With `stats_rows`, the moments of a call are formed of every k-th row, or for convolutions of every k-th example.
-    Their number is not divisible by any divisor of k, so that all positions of sequences, or frames of clips, take part
-    alike. Each row counts as the rows of the call over those that were taken: calls of other sizes have another k.
+    With `stats_rows`, the moments of a call are formed of every k-th row, or for convolutions of every k-th line: the
+    rows of an example at one place of the first dimension. Their number is not divisible by any divisor of k, so that
+    all positions of sequences and images, and frames of clips, take part alike. Each row counts as the rows of the call
+    over those that were taken: calls of other sizes have another k.
 
     Args:
         layer: the layer.
@@ -64,7 +66,7 @@ class LayerStatistics:
         diagonal: the sides of which only the diagonal is formed.
         keep: whether `inputs` and `errors` are used, which need all calls.
         stats_rows: the rows of a call that are enough, but at least four times the size of the moment, and sixteen
-            examples of a convolution; `inf` for all. All rows are used if they are stored.
+            lines of a convolution; `inf` for all. All rows are used if they are stored.
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
@@ -196,39 +198,38 @@ class LayerStatistics:
     def _add_moments(self, call: LayerCall) -> None:
         call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
         if "error" in self.sides:
-            some, weight = self._part("error", call)
-            self._moments["error"].add(_errors(some), weight)
+            some, every, weight = self._part("error", call)
+            self._moments["error"].add(_errors(some, every), weight)
         if "input" in self.sides and self.layer.lookup:
             self._moments["input"].add(call.input.flatten())
         elif "input" in self.sides:
-            call, weight = self._part("input", call)
+            call, every, weight = self._part("input", call)
             examples = layers.examples_in(call.module, call.input)
             # The inputs of a convolution are many times its activations, so they are formed in parts.
             size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
             batched = call.input if examples == len(call.input) else call.input[None]
-            parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 else [call.input]
+            parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 and every == 1 else [call.input]
             for part in parts:
-                self._moments["input"].add(self._features(call.module, part), weight)
+                self._moments["input"].add(self._features(call.module, part, every), weight)
 
-    def _part(self, side: str, call: LayerCall) -> tuple[LayerCall, float]:
-        """Every k-th row of a call, or of a convolution every k-th example; and how many rows each counts as."""
-        leading, rows = layers.leading_rows(call.module, call.error), layers.rows_in(call.module, call.error)
+    def _part(self, side: str, call: LayerCall) -> tuple[LayerCall, int, float]:
+        """Rows of a call, of which to take every k-th line if it is a convolution; and how many each row counts as."""
+        lines, rows = layers.lines_in(call.module, call.error), layers.rows_in(call.module, call.error)
         every = int(rows // max(self.stats_rows, ROWS_OF_SIZE * self.layer.sizes[side]))
-        every = max(1, every if leading == rows else min(every, leading // EXAMPLES))
-        while math.gcd(every, leading) > 1:
+        every = max(1, every if lines == rows else min(every, lines // LINES))
+        while math.gcd(every, lines) > 1:
             every -= 1  # so that all positions, or frames of clips, take part alike; not fewer rows than promised
         if every == 1:
-            return call, 1.0
-        x, error = call.input, call.error
-        if isinstance(call.module, nn.Embedding):
-            x, error = x.flatten(), error.flatten(0, -2)
-        elif isinstance(call.module, nn.Linear):
-            x, error = x.flatten(0, -2), error.flatten(0, -2)
-        return replace(call, input=x[::every], error=error[::every]), leading / -(-leading // every)
+            return call, 1, 1.0
+        weight = lines / -(-lines // every)
+        if isinstance(call.module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)):
+            return call, every, weight
+        x = call.input.flatten() if isinstance(call.module, nn.Embedding) else call.input.flatten(0, -2)
+        return replace(call, input=x[::every], error=call.error.flatten(0, -2)[::every]), 1, weight
 
-    def _features(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _features(self, module: nn.Module, x: Tensor, every: int = 1) -> Tensor:
         """Inputs without the column of ones, (groups, rows, in)."""
-        rows = layers.input_rows(module, x)
+        rows = layers.input_rows(module, x, every)
         return rows if self.layer.weight is not None else rows[..., :0]
 
     # --- kept rows ---
@@ -366,10 +367,10 @@ def _padded(module: nn.Module, x: Tensor) -> int:
     return 0 if padding is None else int((x == padding).sum())
 
 
-def _errors(call: LayerCall) -> Tensor:
+def _errors(call: LayerCall, every: int = 1) -> Tensor:
     if isinstance(call.module, nn.Embedding):
         return layers.lookups_of(call.module, call.input, call.error)[1].flatten(0, 1)[None]
-    return layers.error_rows(call.module, call.error)
+    return layers.error_rows(call.module, call.error, every)
 
 
 def _with_ones(rows: Tensor) -> Tensor:

@@ -222,8 +222,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
             doubled); observe() does nothing in between. If it is more than 1, four times as many for layers with 512
             inputs or more and 16 times fewer outputs.
         stats_rows: about how many rows (pairs of an example and a position) of a batch statistics are formed of: every
-            k-th row, or of a convolution all rows of every k-th example, but at least four rows for each row of a
-            factor, and sixteen examples of a convolution. `inf` for all. Processes and micro-batches take parts of
+            k-th row, or of a convolution all rows of every k-th line (of an image at one height), but at least four
+            rows for each row of a factor, and sixteen lines. `inf` for all. Processes and micro-batches take parts of
             their own, so that results depend on their number.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
