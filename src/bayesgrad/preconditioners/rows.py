@@ -135,7 +135,7 @@ def _inputs_times(layer: Layer, rows: Tensor, factor: Tensor | None) -> tuple[Te
     if factor.dim() < rows.dim():
         return rows * factor[..., None, :size], factor[..., None, size:].expand(*rows.shape[:-1], 1)
     found = mm(rows, factor[..., :size, :]).add_(factor[..., size:, :])
-    return found[..., :size], found[..., size:]
+    return found[..., :size].contiguous(), found[..., size:]  # which two products would copy, each for itself
 
 
 def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
