@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
-LINEAR, TRANSPOSED_LINEAR, CONVOLUTION, EMBEDDING, AFFINE = (
-    "linear", "transposed linear", "convolution", "embedding", "affine"
+LINEAR, TRANSPOSED_LINEAR, RECURRENT, CONVOLUTION, EMBEDDING, AFFINE = (
+    "linear", "transposed linear", "projection of a recurrent layer", "convolution", "embedding", "affine"
 )  # fmt: skip
 Operation = tuple[Any, ...]
 
@@ -117,12 +117,14 @@ def parameter_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The derivatives of a loss by weight and bias where they are needed, given that by the output."""
     kind, (needs_weight, needs_bias) = op[0], needs
-    if kind in (LINEAR, TRANSPOSED_LINEAR):
+    if kind in (LINEAR, TRANSPOSED_LINEAR, RECURRENT):
         rows = error.reshape(-1, error.shape[-1])
         by_weight = None
         if needs_weight:
             inputs = x.reshape(-1, x.shape[-1])
             by_weight = (rows.T @ inputs).view(weight.shape) if kind == LINEAR else inputs.T @ rows
+            if kind == RECURRENT:  # whose weights are long, for which this is the faster order
+                by_weight = by_weight.T.contiguous()
         return by_weight, rows.sum(0) if needs_bias else None
     if kind == CONVOLUTION:
         found = _convolution_backward(op, error, x, weight, (False, needs_weight, needs_bias))

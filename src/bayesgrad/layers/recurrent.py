@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bayesgrad.layers.call import SITE, SITES, Pair, Part, Site, is_recorded
 from bayesgrad.layers.hooks import not_alone
-from bayesgrad.layers.operations import LINEAR, parameter_gradients
+from bayesgrad.layers.operations import RECURRENT, parameter_gradients
 from bayesgrad.products import mm
 
 
@@ -282,10 +282,10 @@ def _gradients(
 ) -> Pair:
     site = SITES.get(handle)
     if site is None or not any(needs):
-        return parameter_gradients((LINEAR,), errors, inputs, weight, needs)
+        return parameter_gradients((RECURRENT,), errors, inputs, weight, needs)
     forward_id, call_id = ids
     return site.gradients(
-        (LINEAR,), errors, inputs, weight, needs, forward_id, volatile, site.own_nodes(nodes), call_id
+        (RECURRENT,), errors, inputs, weight, needs, forward_id, volatile, site.own_nodes(nodes), call_id
     )
 
 
