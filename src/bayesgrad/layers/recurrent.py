@@ -77,15 +77,16 @@ def _run_lstm(
     squashed = torch.empty_like(gates[0])  # tanh(c_t)
     cells = gates.new_empty(1 + len(hidden), *c.shape)
     cells[0] = c
-    for t, (now, squash, after) in enumerate(zip(gates.unbind(1), squashed, hidden)):
-        i, f, g, o = now.baddbmm_(h.expand(4, -1, -1), weights)
-        now[:2].sigmoid_()
+    steps = zip(gates.unbind(1), gates[:2].unbind(1), *gates, cells[:-1], cells[1:], squashed, hidden)
+    for now, now_if, i, f, g, o, before, c, squash, after in steps:
+        now.baddbmm_(h.expand(4, -1, -1), weights)
+        now_if.sigmoid_()
         g.tanh_()
         o.sigmoid_()
-        c = torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, g)
+        torch.mul(f, before, out=c).addcmul_(i, g)
         torch.tanh(c, out=squash)
         h = torch.mul(o, squash, out=after) if project is None else torch.mm(o * squash, project.T, out=after)
-    return [hidden, gates, cells, squashed], c.clone()
+    return [hidden, gates, cells, squashed], cells[-1].clone()
 
 
 def _lstm_errors(
@@ -95,9 +96,8 @@ def _lstm_errors(
     errors = _rows(squashed, len(weight))
     outputs = None if project is None else _rows(squashed, len(project))
     product = torch.empty_like(c)
-    steps = zip(gates.unbind(1), cells, squashed, slopes, errors.unbind(1))
-    for t, ((i, f, g, o), before, squash, slope, error) in reversed(list(enumerate(steps))):
-        by_i, by_f, by_g, by_o = error.chunk(4, -1)
+    steps = zip(*gates, cells[:-1], squashed, slopes, errors.unbind(1), *_gates_of(errors, 4))
+    for t, (i, f, g, o, before, squash, slope, error, by_i, by_f, by_g, by_o) in reversed(list(enumerate(steps))):
         h = slope + h
         if project is not None and outputs is not None:
             outputs[:, t] = h
@@ -121,10 +121,9 @@ def _run_gru(
     """r, z = sigmoid(gates + W h + b); n = tanh(gates_n + r (W h + b)_n); h_t = (1 - z) n + z h_{t-1}."""
     weights, biases = _by_gate(weight, 3), weight.new_zeros(()) if bias is None else bias.view(3, 1, -1)
     hidden, news = torch.empty_like(gates[0]), torch.empty_like(gates[0])
-    for now, new, after in zip(gates.unbind(1), news, hidden):
+    for now_rz, r, z, n, new, after in zip(gates[:2].unbind(1), *gates, news, hidden):
         by_hidden = torch.baddbmm(biases, h.expand(3, -1, -1), weights)
-        r, z, n = now
-        now[:2].add_(by_hidden[:2]).sigmoid_()
+        now_rz.add_(by_hidden[:2]).sigmoid_()
         new.copy_(by_hidden[2])
         n.addcmul_(r, new).tanh_()
         h = torch.lerp(n, h, z, out=after)
@@ -137,16 +136,17 @@ def _gru_errors(
     hidden, gates, news = saved
     inputs, errors = _rows(hidden, len(weight)), _rows(hidden, len(weight))
     befores = [first, *hidden[:-1]]
-    steps = zip(gates.unbind(1), befores, news, slopes, inputs.unbind(1), errors.unbind(1))
-    for (r, z, n), before, new, slope, by_input, error in reversed(list(steps)):
-        by_r, by_z, by_n = by_input.chunk(3, -1)
+    each = inputs.unbind(1), *_gates_of(inputs, 3), errors.unbind(1), _gates_of(errors, 3)[2]
+    for r, z, n, before, new, slope, by_input, by_r, by_z, by_n, error, by_new in reversed(
+        list(zip(*gates, befores, news, slopes, *each))
+    ):
         h = slope + h
         through_sigmoid((before - n).mul_(h), z, grad_input=by_z)
         by_old = h * z
         through_tanh(h.sub_(by_old), n, grad_input=by_n)
         through_sigmoid(by_n * new, r, grad_input=by_r)
         error.copy_(by_input)
-        error.chunk(3, -1)[2].mul_(r)
+        by_new.mul_(r)
         h = torch.addmm(by_old, error, weight)
     return Errors(inputs, errors, None, h)
 
@@ -187,6 +187,11 @@ CELLS = {
 def _by_gate(weight: Tensor, gates: int) -> Tensor:
     """The transposed matrix of each gate."""
     return weight.unflatten(0, (gates, -1)).mT
+
+
+def _gates_of(rows: Tensor, gates: int) -> Tensor:
+    """Rows (examples, time, gates size) as (gates, time, examples, size)."""
+    return rows.unflatten(-1, (gates, -1)).permute(2, 1, 0, 3)
 
 
 def _projected(x: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> Tensor:
