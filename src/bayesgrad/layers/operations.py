@@ -21,6 +21,7 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
 LINEAR, TRANSPOSED_LINEAR, RECURRENT, CONVOLUTION, EMBEDDING, AFFINE = (
     "linear", "transposed linear", "projection of a recurrent layer", "convolution", "embedding", "affine"
 )  # fmt: skip
+NARROW = 8  # outputs for each input of a recurrent layer, from which on the other order of a product is faster
 Operation = tuple[Any, ...]
 
 
@@ -122,9 +123,12 @@ def parameter_gradients(
         by_weight = None
         if needs_weight:
             inputs = x.reshape(-1, x.shape[-1])
-            by_weight = (rows.T @ inputs).view(weight.shape) if kind == LINEAR else inputs.T @ rows
-            if kind == RECURRENT:  # whose weights are long, for which this is the faster order
-                by_weight = by_weight.T.contiguous()
+            if kind == TRANSPOSED_LINEAR:
+                by_weight = inputs.T @ rows
+            elif kind == RECURRENT and rows.shape[1] >= NARROW * inputs.shape[1]:
+                by_weight = (inputs.T @ rows).T.contiguous()
+            else:
+                by_weight = (rows.T @ inputs).view(weight.shape)
         return by_weight, rows.sum(0) if needs_bias else None
     if kind == CONVOLUTION:
         found = _convolution_backward(op, error, x, weight, (False, needs_weight, needs_bias))
