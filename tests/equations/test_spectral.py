@@ -144,6 +144,23 @@ def test_damping_below_rounding_does_not_move_directions_without_data(damping: f
     assert (moved - moved @ rows.T @ rows).norm() < 0.05 * moved.norm()
 
 
+@pytest.mark.parametrize("damping", [4e-4, 1e-3, 1e-2])
+def test_small_damping_of_correlated_inputs_and_more_outputs_than_inputs_in_float32(damping: float) -> None:
+    """Singular values of D R^-1 were up to 4.7, and steps of twice the length in wrong directions."""
+    torch.manual_seed(0)
+    layer, turn = nn.Linear(64, 200, bias=False), torch.linalg.qr(torch.randn(64, 64))[0]
+    x = torch.randn(1024, 64) @ (torch.logspace(0, -4, 64)[:, None] * turn)
+    before = layer.weight.detach().clone()
+    optimizer = SpectralFOOF(layer, lr=1.0, damping=damping, **PLAIN)
+    (layer(x) - torch.randn(1024, 200)).square().mean().backward()
+    optimizer.step()
+    rows = x.double().numpy()
+    R = root(rows.T @ rows, damping)
+    expected = -((200 / 64) ** 0.5) * polar(layer.weight.grad.double().numpy() @ R) @ R
+    moved = (layer.weight.detach() - before).double().numpy()
+    assert np.linalg.norm(moved - expected) < 0.003 * np.linalg.norm(expected)
+
+
 def test_a_layer_without_a_gradient_does_not_move_while_its_average_decays() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))

@@ -26,6 +26,7 @@ from bayesgrad.saved_state import saved_entry
 from bayesgrad.shards import part_of, placed, whole
 
 INVERSE = "input_inverse"
+SMALL = 0.05  # damping below which P M'M loses too many digits in float32
 
 
 class OrthogonalSteps(LayerPreconditioner):
@@ -88,20 +89,27 @@ class OrthogonalSteps(LayerPreconditioner):
             else:
                 entry.pop(AVERAGE, None)
             # A direction has the size of a step however small the average has become.
-            direction = torch.where(moves, self._steepest(gradient, entry[INVERSE]), 0.0)
+            exact = float(settings[layer]["damping"]) < SMALL
+            direction = torch.where(moves, self._steepest(gradient, entry[INVERSE], exact), 0.0)
             found |= {p: part_of(values, p) for p, values in layer.split(direction).items()}
         return found
 
     @staticmethod
-    def _steepest(matrix: Tensor, inverse: Tensor) -> Tensor:
-        """U V' R, of (groups, out, in), times the square root of out/in where that is more than one."""
+    def _steepest(matrix: Tensor, inverse: Tensor, exact: bool) -> Tensor:
+        """U V' R, of (groups, out, in), times the square root of out/in where that is more than one.
+
+        P M'M is not symmetric. Rounding errors of M'M are multiplied by the condition number of P, which can be more
+        than there is in other directions: with `exact`, they are those of float64.
+        """
         matrix = matrix / matrix.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
         _, fan_out, fan_in = matrix.shape
         if fan_out <= fan_in or inverse.dim() == 2:
             right = matrix * inverse[:, None] if inverse.dim() == 2 else mm(matrix, inverse)
             return mm(polar_factor(mm(right, matrix.mT)), right)
+        wide = torch.float64 if exact and matrix.device.type != "mps" else matrix.dtype  # which has no float64
+        matrix, inverse, given = matrix.to(wide), inverse.to(wide), matrix.dtype
         factor = polar_factor(mm(inverse, mm(matrix.mT, matrix)))
-        return mm(matrix, mm(factor, inverse) * math.sqrt(fan_out / fan_in))
+        return mm(matrix, mm(factor, inverse) * math.sqrt(fan_out / fan_in)).to(given)
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         super().check_loaded(saved)
