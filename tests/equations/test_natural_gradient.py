@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -199,6 +200,34 @@ def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -
     assert optimizer.param_groups[0]["draws"] == 5
     with pytest.raises(ValueError, match=r"adapt_damping=True compares losses .* use step\(closure\)"):
         optimizer.step()
+
+
+def test_the_predicted_change_of_the_loss_includes_weight_decay() -> None:
+    """The change of a quadratic loss is the one that its quadratic model predicts, but for sampled labels."""
+    torch.manual_seed(0)
+    model, x, weight = nn.Linear(3, 1).to(D), torch.randn(400, 3, dtype=D), torch.tensor([[3.0, 2.0, 1.0]], dtype=D)
+    y = x @ weight.T
+    with torch.no_grad():
+        model.weight.copy_(0.9 * weight)
+    options = {"likelihood": "gaussian", "weight_decay": 1.0, "adapt_damping": True, "seed": 0}
+    optimizer = NaturalGradient(model, lr=0.5, damping=0.3, **options, **PLAIN)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        loss = (outputs - y).square().mean() / 2
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    predicted = []
+    for _ in range(5):
+        optimizer.step(closure)
+        predicted.append(optimizer.preconditioner.predicted_change)
+    changes = [after - before for before, after in pairwise(losses)]
+    assert predicted == pytest.approx(changes, rel=0.1)
 
 
 def test_a_predicted_rise_of_the_loss_never_lowers_the_damping() -> None:

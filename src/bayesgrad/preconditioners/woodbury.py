@@ -392,7 +392,7 @@ class Woodbury(NetworkPreconditioner):
             buffer = self.optimizer.state.get(p, {}).get(MOMENTUM)
             momentum = self.momentum if group["step_size"] == "quadratic" else group["momentum"]
             moved = d if buffer is None or not group["momentum"] else d + momentum * shards.local(buffer)
-            steps[p] = -float(group["lr"]) * moved
+            steps[p] = -float(group["lr"]) * (moved + group["weight_decay"] * shards.local(p.detach()).to(d))
         if steps:
             linear = dot({p: gradient_of(p) for p in steps}, steps)
             self.predicted_change = (linear + self._fisher_products([steps], columns)[0, 0] / 2).item()
