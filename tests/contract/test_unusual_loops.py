@@ -141,6 +141,35 @@ def test_inputs_may_be_overwritten_between_backward_and_step(name: str) -> None:
     assert_same(*models)
 
 
+@pytest.mark.filterwarnings("ignore:.* by Adam with learning rate fallback_lr")
+@pytest.mark.parametrize("rows", [(4, 4), (30, 3)])
+@pytest.mark.parametrize("kind", ["tokens", "many inputs"])
+@pytest.mark.parametrize("name", ["FOOF", "KFAC", "SpectralFOOF"])
+def test_micro_batches_may_be_in_one_buffer(name: str, kind: str, rows: tuple[int, int]) -> None:
+    """Tokens were counted as those of the last one, and rows that were fewer than those before were lost."""
+    found = []
+    for overwrites in (True, False):
+        torch.manual_seed(0)
+        first = nn.Embedding(20, 4) if kind == "tokens" else nn.Linear(40, 12)
+        model = nn.Sequential(first, nn.Flatten(), nn.Linear(12, 3)).to(D)
+        optimizer: Any = STORED.get(name, optim.SpectralFOOF)(model)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            buffer = torch.zeros(30, 3, dtype=torch.long) if kind == "tokens" else torch.zeros(30, 40, dtype=D)
+            for n in rows:
+                x = torch.randint(20, (n, 3), generator=generator)
+                x = x if kind == "tokens" else torch.randn(n, 40, generator=generator, dtype=D)
+                x = buffer[:n].copy_(x) if overwrites else x
+                outputs = model(x)
+                optimizer.observe(outputs)
+                (cross_entropy(outputs, torch.zeros(n, dtype=torch.long)) * n / sum(rows)).backward()
+            buffer.zero_()
+            optimizer.step()
+        found.append(model)
+    assert_same(*found)
+
+
 EMPIRICAL = {
     "OGN": lambda model: optim.OGN(model, lr=0.1, num_data=100, betas=(0.9, 0.5)),
     "KroneckerFilter": lambda model: optim.KroneckerFilter(model, batch_size=8, fisher="empirical", stats_every=1),

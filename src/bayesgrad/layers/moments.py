@@ -46,10 +46,10 @@ class Moment:
         """Whether so many rows are stored."""
         return not self.diagonal and 2 * rows <= self.size
 
-    def add(self, rows: Tensor, weight: float = 1.0) -> None:
-        """Adds rows, each of which counts as this many (for indices, one)."""
+    def add(self, rows: Tensor, weight: float = 1.0, volatile: bool = False) -> None:
+        """Adds rows, each of which counts as this many (for indices, one); `volatile` ones are copied to be stored."""
         if not rows.is_floating_point():
-            self.parts.append(rows)
+            self.parts.append(rows.clone() if volatile else rows)
         elif self.diagonal:
             squares = rows.square().sum(1)
             squares = torch.cat([squares, squares.new_full((len(rows), 1), rows.shape[1])], 1) if self.ones else squares
@@ -61,6 +61,8 @@ class Moment:
             self.parts.append(rows)
             if weight != 1 or len(rows) > 1 or not self.stores(sum(part.shape[1] for part in self.parts)):
                 self._form(weight)
+            elif volatile:
+                self.parts[-1] = rows.clone()
 
     def _form(self, weight: float = 1.0) -> None:
         """Adds the products of the stored rows to the total."""

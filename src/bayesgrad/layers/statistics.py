@@ -196,12 +196,11 @@ class LayerStatistics:
             self._absorb()
 
     def _add_moments(self, call: LayerCall) -> None:
-        call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
         if "error" in self.sides:
             some, every, weight = self._part("error", call)
             self._moments["error"].add(_errors(some, every), weight)
         if "input" in self.sides and self.layer.lookup:
-            self._moments["input"].add(call.input.flatten())
+            self._moments["input"].add(call.input.flatten(), volatile=call.volatile)
         elif "input" in self.sides:
             call, every, weight = self._part("input", call)
             examples = layers.examples_in(call.module, call.input)
@@ -210,7 +209,7 @@ class LayerStatistics:
             batched = call.input if examples == len(call.input) else call.input[None]
             parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 and every == 1 else [call.input]
             for part in parts:
-                self._moments["input"].add(self._features(call.module, part, every), weight)
+                self._moments["input"].add(self._features(call.module, part, every), weight, call.volatile)
 
     def _part(self, side: str, call: LayerCall) -> tuple[LayerCall, int, float]:
         """Rows of a call, of which to take every k-th line if it is a convolution; and how many each row counts as."""
