@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from bayesgrad import SubsampledFisher
 from bayesgrad.optim import NaturalGradient
 
-PLAIN: dict[str, Any] = {"max_norm": math.inf, "update_every": 1}  # the equations of the paper
+PLAIN: dict[str, Any] = {"max_norm": math.inf, "update_every": 1, "momentum": 0}  # the equations of the paper
 
 D = torch.float64
 
@@ -48,7 +48,15 @@ def conv() -> nn.Sequential:
 def test_independent_batch_against_a_dense_solve(build, blocks: str) -> None:
     model = build()
     optimizer = NaturalGradient(
-        model, lr=0.1, damping=0.05, max_norm=math.inf, blocks=blocks, update_every=2, weight_decay=0.3, seed=5
+        model,
+        lr=0.1,
+        damping=0.05,
+        max_norm=math.inf,
+        blocks=blocks,
+        update_every=2,
+        weight_decay=0.3,
+        momentum=0,
+        seed=5,
     )
     fisher = torch.zeros(0)
     draws = {0: 0, 1: 1, 2: 2, 4: 3}  # steps that update the Fisher matrix, and the draw of labels
@@ -120,7 +128,7 @@ def test_two_observations_are_one_batch() -> None:
 def test_the_quadratic_model_chooses_step_and_momentum() -> None:
     """(a, m) minimise g'd + d'(F + damping I)d/2 over d = -(a n + m b), b the buffer; by the normal equations."""
     model = mlp()
-    optimizer = NaturalGradient(model, lr=0.5, damping=0.05, momentum=0.9, step_size="quadratic", **PLAIN)
+    optimizer = NaturalGradient(model, lr=0.5, damping=0.05, step_size="quadratic", **PLAIN | {"momentum": 0.9})
     buffer = torch.zeros(0)
     for t in range(4):
         optimizer.zero_grad()
@@ -145,7 +153,7 @@ def test_momentum_that_is_switched_off_leaves_no_buffer(step_size: str) -> None:
     found = []
     for deleted in (False, True):
         model = mlp()
-        optimizer = NaturalGradient(model, lr=0.5, damping=0.05, momentum=0.9, step_size=step_size, **PLAIN)
+        optimizer = NaturalGradient(model, lr=0.5, damping=0.05, step_size=step_size, **PLAIN | {"momentum": 0.9})
         for t, momentum in enumerate((0.9, 0.9, 0.0, 0.9)):
             optimizer.param_groups[0]["momentum"] = momentum
             for p in model.parameters() if deleted and t > 1 else ():
@@ -165,7 +173,7 @@ def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
     model, other = mlp(), mlp()
     x, y = data(9)
     for net, options in ((model, {"step_size": "quadratic"}), (other, {})):
-        optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **PLAIN, **options)
+        optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **PLAIN | options)
         optimizer.observe(net(data(7, 1)[0]), labels=data(7, 1)[1])
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
@@ -236,7 +244,7 @@ def test_a_predicted_rise_of_the_loss_never_lowers_the_damping() -> None:
     model, x = nn.Linear(3, 1).to(D), torch.randn(20, 3, dtype=D)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=D)
     options = {"likelihood": "gaussian", "momentum": 0.9, "adapt_damping": True}
-    optimizer = NaturalGradient(model, lr=0.2, damping=0.3, **options, **PLAIN)
+    optimizer = NaturalGradient(model, lr=0.2, damping=0.3, **PLAIN | options)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -302,3 +310,18 @@ def test_a_state_without_examples_holds_no_rows_and_observes_at_the_next_step(up
     assert torch.equal(flat(model), flat(other)) == (update_every == 1)
     steps(other, resumed, range(16, 20))
     assert resumed.param_groups[0]["draws"] == before + (5 if update_every == 1 else 1)
+
+
+def test_the_fisher_matrix_is_updated_early_in_a_run() -> None:
+    model = mlp()
+    optimizer = NaturalGradient(model)
+    updated = set()
+    for t in range(40):
+        optimizer.zero_grad()
+        x, y = data(9, t)
+        outputs = model(x)
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        updated.add(int(optimizer.state[next(model.parameters())]["clock"][1]))
+    assert sorted(updated) == [1, 2, 3, 6, 12, 22, 32]

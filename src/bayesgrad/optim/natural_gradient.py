@@ -47,12 +47,13 @@ class NaturalGradient(LayerOptimizer):
         max_norm: c; `inf` for no bound. There is none with step_size="quadratic".
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of squared gradients, for other parameters.
-        update_every: steps between updates of the Fisher matrix (early in a run, whenever the number of steps has
-            doubled); observe() does nothing in between.
+        update_every: steps between updates of the Fisher matrix (early in a run, at steps 1, 2, 3, 6, 12 and so on);
+            observe() does nothing in between.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.
-        momentum: as in torch.optim.SGD, of the preconditioned gradient.
+        momentum: as in torch.optim.SGD, of the preconditioned gradient. It averages over batches, which a Fisher matrix
+            of one batch does not; 0 saves one tensor.
         weight_decay: decoupled.
         step_size: "lr", or "quadratic": scale the natural gradient (and the momentum) to the minimum of the damped
             quadratic model of the loss, and multiply the result by lr. Described by Martens and Grosse, 2015, sections
@@ -99,7 +100,7 @@ class NaturalGradient(LayerOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.5,
+        lr: float = 0.3,
         *,
         params: Any = None,
         damping: float = 0.3,
@@ -110,7 +111,7 @@ class NaturalGradient(LayerOptimizer):
         ema: float = 0.95,
         update_every: int = 10,
         losses_per_example: int | None = None,
-        momentum: float = 0.0,
+        momentum: float = 0.7,
         weight_decay: float = 0.0,
         step_size: str = "lr",
         adapt_damping: bool = False,

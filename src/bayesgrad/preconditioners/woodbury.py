@@ -23,7 +23,6 @@ from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.block_options import check_block
 from bayesgrad.preconditioners.gradient_factor import common_factor, dot, kind, size_bound
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
-from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.products import mm
@@ -63,11 +62,12 @@ class Woodbury(NetworkPreconditioner):
         self.momentum = 0.0  # by the quadratic model
 
     def due(self, every: int) -> bool:
-        """After `every` steps; early in a run, whenever the number of steps has doubled; and without a matrix."""
+        """After `every` steps; early in a run at steps 1, 2, 3, 6, 12 and so on; and without a matrix."""
         clock = self.clock()
         if clock is None or not any(_is_batch(name) for p in self.params for name in self.optimizer.state.get(p, {})):
             return True
-        return super().due(min(early_interval(int(clock[MERGED])), every))
+        last = int(clock[MERGED])
+        return super().due(min(last if last >= 3 else 1, every))
 
     def covers(self, p: Tensor) -> bool:
         return p in self._recorded()
