@@ -182,15 +182,15 @@ def test_inverses_are_refreshed_when_due_and_kept_otherwise() -> None:
         before = optimizer.state[layer.weight]["input_moment"].clone() if t else None
         optimizer.step()
         merged.append(before is None or not torch.equal(before, optimizer.state[layer.weight]["input_moment"]))
-    assert [t + 1 for t, new in enumerate(merged) if new] == [1, 2, 3, 6, 8]
+    assert [t + 1 for t, new in enumerate(merged) if new] == [1, 2, 3, 5, 8]
 
 
 @pytest.mark.parametrize(
     ("rule", "every", "updates"),
     [
         (FOOF, 1, list(range(1, 17))),
-        (FOOF, 2, [1, 2, 3, 6, 12, 16]),  # every 8 steps
-        (partial(KroneckerFilter, batch_size=1, fisher="empirical"), 2, [1, 2, 3, *range(4, 17, 2)]),
+        (FOOF, 2, [1, 2, 3, 5, 8, 16]),  # every 8 steps
+        (partial(KroneckerFilter, batch_size=1, fisher="empirical"), 2, [1, *range(2, 17, 2)]),
     ],
 )
 def test_statistics_of_a_layer_with_few_outputs(rule: Any, every: int, updates: list[int]) -> None:
@@ -220,6 +220,20 @@ def test_inverses_are_refreshed_early_when_moments_have_changed() -> None:
     # In steps 51 to 70 squares grow by 10 %, which is too little. From step 71 on they are 4: the average is 3.28 in
     # step 72, and 3.95, or 21 % more, in step 76. Step 80 is a multiple of 40.
     assert sorted(set(inverted)) == [1, 2, 3, 6, 12, 24, 48, 72, 76, 80]
+
+
+def test_inverses_are_refreshed_in_the_first_steps_when_moments_have_changed() -> None:
+    """At step 5, when statistics are updated, a factor that has changed is inverted; else when steps have doubled."""
+    for scale, expected in ((1.0, [1, 2, 3, 6, 12]), (2.0, [1, 2, 3, 5, 8])):
+        layer, x = nn.Linear(3, 2, bias=False).to(D), torch.eye(3, dtype=D)
+        optimizer = FOOF(layer)
+        inverted = set()
+        for t in range(12):
+            optimizer.zero_grad()
+            layer((scale if t > 2 else 1.0) ** t * x).square().mean().backward()
+            optimizer.step()
+            inverted.add(int(optimizer.state[layer.weight]["clock"][2]))
+        assert sorted(inverted) == expected
 
 
 def test_large_moments_are_computed_in_strips_of_the_lower_triangle() -> None:
