@@ -93,9 +93,9 @@ class KroneckerFilter(KroneckerOptimizer):
             over earlier batches (this centres the gradients only if errors do not depend on inputs).
         update_every: steps between computations of the traces that the drift needs; they are extrapolated in between
             (early in a run, at steps 1, 2, 3, 5, 8 and so on).
-        stats_every: steps between updates of the covariance (early in a run, at steps 1, 2, 3, 5,
-            8 and so on); the batch of that step stands for all of them. They are as many for large layers, unlike
-            those of `KroneckerFilterFP`.
+        stats_every: steps between updates of the covariance (early in a run, at steps 1, 2, 3, 5, 8 and so
+            on); the batch of that step stands for all of them. They are as many for large layers, unlike those of
+            `KroneckerFilterFP`.
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.
@@ -215,12 +215,12 @@ class KroneckerFilterFP(KroneckerOptimizer):
             whatever `stats_rows` is.
         ema: decay of the moments' averages.
         max_step: c; `inf` for no bound.
-        update_every: the largest number of steps between eigendecompositions (early in a run, at steps 1, 2, 3, 5,
-            8 and so on). After every tenth of them, moments whose diagonal has changed by a fifth are
-            decomposed anew.
-        stats_every: steps between updates of the moments (early in a run, at steps 1, 2, 3, 5,
-            8 and so on); observe() does nothing in between. If it is more than 1, four times as many for layers with
-            512 inputs or more and 16 times fewer outputs.
+        update_every: the largest number of steps between eigendecompositions (early in a run, until their number has
+            doubled, or a moment has changed). After every tenth of them, moments whose diagonal has changed by a fifth
+            are decomposed anew.
+        stats_every: steps between updates of the moments (early in a run, at steps 1, 2, 3, 5, 8 and so on);
+            observe() does nothing in between. If it is more than 1, four times as many for layers with 512 inputs or
+            more and 16 times fewer outputs.
         stats_rows: about how many rows (pairs of an example and a position) of a batch statistics are formed of: every
             k-th row, or of a convolution all rows of every k-th line (of an image at one height), but at least four
             rows for each row of a factor, and sixteen lines. `inf` for all. Processes and micro-batches take parts of
