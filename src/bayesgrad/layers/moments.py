@@ -77,7 +77,7 @@ class Moment:
         size = rows.shape[-1]
         if len(matrix) == 1:
             one = rows[0]
-            for start, end in _strips(size):
+            for start, end in _strips(size, len(one)):
                 addmm_(matrix[0, start:end, :end], one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
         else:
             addmm_(matrix[:, :size, :size], rows.mT, rows, beta=keep, alpha=take)
@@ -170,9 +170,9 @@ def has_finite_square(size: Tensor) -> Tensor:
     return size < math.sqrt(torch.finfo(size.dtype).max) / 1024
 
 
-def _strips(size: int) -> list[tuple[int, int]]:
+def _strips(size: int, rows: int) -> list[tuple[int, int]]:
     """Ranges of a lower triangle. More of them would save operations but use slower, smaller products."""
-    count = 1 if size < 128 else 2 if size < 256 else 4
+    count = 1 if size < 128 else 2 if size < 256 or rows < 256 else 4
     ends = [round(i * size / count) for i in range(count + 1)]
     return list(pairwise(ends))
 
