@@ -50,11 +50,12 @@ class Scaled:
         return found
 
     def into(self, target: Tensor, keep: float, fresh: float) -> None:
-        """As `Product.into`."""
-        target = target if keep == 1 else target.mul_(keep)
-        target.addcmul_(self.values, self.factor.to(target), value=fresh)
+        """As `Product.into`, in two passes."""
         if self.product is not None:
-            self.product.into(target, 1.0, fresh)
+            self.product.into(target, keep, fresh)
+        elif keep != 1:
+            target.mul_(keep)
+        target.addcmul_(self.values, self.factor.to(target), value=fresh)
 
 
 Direction = Tensor | Product | Scaled
