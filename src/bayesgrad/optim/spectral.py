@@ -30,8 +30,9 @@ class SpectralFOOF(LayerOptimizer):
     size (and lambda = 0), U V' R has the largest product with the gradient. FOOF bounds the sum of squares of all
     changes instead, which the few directions of a strong gradient use up. In terms of beliefs, U V' R is a step of the
     Kronecker filter at its steady state whose error covariance is the one with the largest likelihood for the averaged
-    gradient alone, (m R)(m R)', where inputs are white. The step does not depend on the scale of the loss. For large
-    lambda it is Muon's, with lr/lambda^(1/2). A layer whose gradient is exactly zero does not move along its average.
+    gradient alone, (m R)(m R)', where inputs are white. The step does not depend on the scale of the loss, as long
+    as gradients are at most 4.6e18 in float32: larger entries count as that. For large lambda it is Muon's, with
+    lr/lambda^(1/2). A layer whose gradient is exactly zero does not move along its average.
 
     Args:
         model: the network; the training loop is that of any torch optimizer.
