@@ -405,7 +405,15 @@ def test_workloads_of_different_times_make_one_page(folder: Path, tmp_path: Path
     for name in ("picture", "cnn"):
         report = race_page.run(context, [name], ["adamw", "foof", "ivon"], path)
     assert report.tables == load(folder).tables  # pyright: ignore[reportPossiblyUnboundVariable]
+    some = tmp_path / "some.json"  # of optimizers that are not the same on all workloads
+    race_page.run(context, ["cnn"], ["adamw"], some)
+    report = race_page.run(context, ["picture"], ["adamw", "foof"], some)
+    times = next(table["rows"] for table in report.tables if "seconds" in table["title"])
+    assert [(row[0], row[1] == "not run") for row in times] == [("AdamW", False), ("FOOF", True)]
     tuned, _ = tracks(dict.fromkeys(WORKLOADS, math.inf), dict.fromkeys(WORKLOADS, 1.0))
+    found = race_page.profiles({key: one for key, one in tuned.items() if key != ("cnn", "foof")})
+    assert "AdamW" in found
+    assert "FOOF" not in found
     protocol, slow = SCALES["smoke"], tuned["cnn", "foof"]
     keep(tmp_path / "slow.json", protocol, {"target": 1.0}, True, slow)
     found, targets, conditions = recorded(tmp_path / "slow.json", protocol)

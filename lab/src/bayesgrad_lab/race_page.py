@@ -124,11 +124,14 @@ def verdict(tuned: Finishes, usual: Finishes) -> str:
 
 
 def profiles(track: Finishes) -> dict[str, list[float]]:
-    """Optimizer -> its time over the shortest, on each workload; infinite where the target was not reached."""
+    """Optimizer -> its time over the shortest, on each workload; infinite where the target was not reached.
+
+    Those that did not take part on every workload are left out.
+    """
     shortest = {name: min(one.time for (other, _), one in track.items() if other == name) for name, _ in track}
     found: dict[str, list[float]] = {}
-    for (name, _), one in track.items():
-        if one.entrant.to_target:
+    for (name, kind), one in track.items():
+        if one.entrant.to_target and all((other, kind) in track for other in shortest):
             ratio = one.time / shortest[name] if math.isfinite(one.time) else math.inf
             found.setdefault(one.entrant.title, []).append(ratio)
     return found
@@ -140,7 +143,10 @@ def add_times(report: Report, title: str, track: Finishes) -> None:
     columns = ["optimizer", *(WORKLOADS[name].title + " (held out)" * WORKLOADS[name].held_out for name in names)]
 
     def rows(cell) -> list[list[str]]:
-        return [[ENTRANTS[kind].title, *(cell(track[name, kind]) for name in names)] for kind in kinds]
+        found = [(kind, [track.get((name, kind)) for name in names]) for kind in kinds]
+        return [
+            [ENTRANTS[kind].title, *("not run" if one is None else cell(one) for one in own)] for kind, own in found
+        ]
 
     report.add_table(f"{title}: seconds to the target", columns, rows(lambda one: shown(one.seconds)))
     report.add_table(f"{title}: steps to the target", columns, rows(lambda one: shown(one.steps, 0)))
@@ -246,7 +252,7 @@ def run(context: Context, workloads: Sequence[str], entrants: Sequence[str], rec
     add_conditions(report, conditions)
     words = (
         "Performance profiles: the part of the workloads on which an optimizer's median time to the target is at most "
-        "so many times the shortest."
+        "so many times the shortest, for optimizers that took part on all of them."
     )
     panels = {title: profiles(track) for title, track in tracks.items()}
     report.draw(context.folder / "profiles.png", figures.profiles, panels, caption=words)
