@@ -17,7 +17,7 @@ images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images[:1500], dtype=torch.float32) / 16, torch.tensor(labels[:1500])
 rules = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "exact natural gradients": lambda model: NaturalGradient(model, lr=0.1, update_every=10, seed=0),
+    "exact natural gradients": lambda model: NaturalGradient(model, lr=0.1, momentum=0, update_every=10, seed=0),
     "KFAC": lambda model: KFAC(model, lr=0.1, seed=0),
     "FOOF": lambda model: FOOF(model, lr=0.1),
 }

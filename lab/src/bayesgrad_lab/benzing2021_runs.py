@@ -95,7 +95,7 @@ def rule(kind: str, values: Grid, title: str = "", fisher: int = 100, refresh: i
     if kind in ("kfac", "foof"):
         arguments |= {"damping_mode": "absolute", "max_norm": math.inf, "stats_every": 1}
     elif kind == "ng":
-        arguments |= {"max_norm": math.inf}
+        arguments |= {"max_norm": math.inf, "momentum": 0.0}
     if timing:
         key += f"-fisher{fisher}-every{refresh}"
         arguments |= {timing: refresh, "seed": attrgetter("seed")}

@@ -176,7 +176,7 @@ _ROWS: Sequence[tuple[str, str, float, Build]] = (
     ("kroneckerfp", "KroneckerFilterFP", 1e-3, built(optim.KroneckerFilterFP, **GRADIENT, **POSITIONS, **DECOUPLED)),
     ("foof", "FOOF", 0.2, built(optim.FOOF, **POSITIONS, **DECOUPLED)),
     ("kfac", "KFAC", 0.2, built(optim.KFAC, **POSITIONS, **DECOUPLED)),
-    ("naturalgradient", "NaturalGradient", 0.5, built(optim.NaturalGradient, **POSITIONS, **DECOUPLED)),
+    ("naturalgradient", "NaturalGradient", 0.3, built(optim.NaturalGradient, **POSITIONS, **DECOUPLED)),
     ("ogn", "OGN", 0.3, built(optim.OGN, **POSITIONS, **VARIATIONAL)),
     ("vogn", "VOGN", 0.3, built(optim.VOGN, **POSITIONS, **VARIATIONAL)),
     ("ivon", "IVON", 0.3, built(optim.IVON, **UNBOUNDED, **VARIATIONAL)),
