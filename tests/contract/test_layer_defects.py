@@ -32,7 +32,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "FOOF backward": lambda model, **o: FOOF(model, precondition="backward", **{**EACH, **LINEAR, **o}),
     "KFAC": lambda model, **o: KFAC(model, **{**EACH, **LINEAR, **o}),
     "KFAC exact": lambda model, **o: KFAC(model, exact_damping=True, **{**EACH, **LINEAR, **o}),
-    "NaturalGradient": lambda model, **o: NaturalGradient(model, update_every=1, **{**LINEAR, **o}),
+    "NaturalGradient": lambda model, **o: NaturalGradient(model, update_every=1, **{**LINEAR, "momentum": 0.0, **o}),
     "OGN": lambda model, **o: OGN(model, num_data=100, betas=(0.9, 0.5), **o),
     "VOGN": lambda model, **o: VOGN(model, num_data=100, betas=(0.9, 0.5), **o),
     "OGN sampled": lambda model, **o: OGN(model, num_data=100, betas=(0.9, 0.5), fisher="sampled", **o),

@@ -42,6 +42,7 @@ from bayesgrad.layers.per_example import (
     PerExampleGradients,
     StoredGradients,
 )
+from bayesgrad.layers.windows import channels_last, uncropped, windows
 from bayesgrad.shards import FSDP, gradient_of, is_shard, local, owner
 
 
@@ -194,31 +195,12 @@ def inputs_of(module: nn.Module, x: Tensor, layout: RowLayout | None = None, eve
     if is_unbatched(module, x):
         x = x[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return _arranged(_channels_last(module, x, every), layout)
+        return _arranged(channels_last(module, x, every), layout)
     if not isinstance(module, CONVOLUTIONS):
         return _arranged(x.reshape(1, -1, 1, x.shape[-1]), layout or RowLayout(1, len(x)))
     if padding_of(module) is not None:  # else it is padded already
         x = F.pad(x, module._reversed_padding_repeated_twice)
-    return _arranged(_windows(module, x, every), layout)
-
-
-def _windows(module: Any, x: Tensor, every: int) -> Tensor:
-    """What the kernel covers at each position, (groups, N, positions, channels * kernel), of x (N, channels, *size)."""
-    rank = len(module.kernel_size)
-    for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
-        x = x.unfold(2 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
-    x = _lines(x, every).unflatten(1, (module.groups, -1))  # (N, groups, channels, *places, *kernel)
-    order = (1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank))
-    x = x.permute(order)
-    return x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1)
-
-
-def _lines(x: Tensor, every: int) -> Tensor:
-    """Every k-th line of x (N, channels, *size), as (lines, channels, 1, *size[1:])."""
-    if every == 1:
-        return x
-    chosen = torch.arange(0, x.shape[0] * x.shape[2], every, device=x.device)
-    return x.transpose(1, 2)[chosen // x.shape[2], chosen % x.shape[2]].unsqueeze(2)
+    return _arranged(windows(module, x, every), layout)
 
 
 def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None, every: int = 1) -> Tensor:
@@ -231,21 +213,10 @@ def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None,
     if error.dim() == _dimensions(module):
         error = error[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return _arranged(_windows(module, _uncropped(module, error), every), layout)
+        return _arranged(windows(module, uncropped(module, error), every), layout)
     if not isinstance(module, CONVOLUTIONS):
         return _arranged(error.reshape(1, -1, 1, error.shape[-1]), layout or RowLayout(1, len(error)))
-    return _arranged(_channels_last(module, error, every), layout)
-
-
-def _uncropped(module: Any, error: Tensor) -> Tensor:
-    """The error at the whole area that kernels cover: with zeros for `padding`, and without `output_padding`."""
-    ends = [(p, p - extra) for p, extra in zip(module.padding, module.output_padding)]
-    return F.pad(error, [n for pair in reversed(ends) for n in pair])
-
-
-def _channels_last(module: Any, x: Tensor, every: int) -> Tensor:
-    """(groups, N, positions, channels), of x (N, channels, *size)."""
-    return _lines(x, every).flatten(2).mT.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
+    return _arranged(channels_last(module, error, every), layout)
 
 
 def input_rows(module: nn.Module, x: Tensor, every: int = 1) -> Tensor:

@@ -59,7 +59,7 @@ def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
 def eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues (..., n), clamped at zero, and eigenvectors of a symmetric matrix; a diagonal has None for them."""
     if matrix.dim() == 2:
-        return matrix, None
+        return matrix.clone(), None  # which its owner may update in place
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
         try:
             values, vectors = torch.linalg.eigh(matrix.to(dtype))

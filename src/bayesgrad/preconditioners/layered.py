@@ -51,8 +51,7 @@ class LayerPreconditioner(Preconditioner):
     after every further tenth, the diagonals of the averages are compared with those at the inversion, and after
     `update_every` steps at the latest, layers one after the other. Early in a run averages change fast: they are
     updated at steps 1, 2, 3, 5, 8 and so on, and inverted then if they have changed or the number of steps has doubled.
-    A large layer with few outputs, whose statistics would cost more than its gradient, is updated every 4 `stats_every`
-    steps if `stats_every` is more than 1.
+    A large layer with few outputs is updated every 4 `stats_every` steps, if `stats_every` is more than 1.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
