@@ -210,6 +210,20 @@ def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -
         optimizer.step()
 
 
+def regression(optimizer: NaturalGradient, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """A closure of half the mean square of errors."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        loss = (outputs - y).square().mean() / 2
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def test_the_predicted_change_of_the_loss_includes_weight_decay() -> None:
     """The change of a quadratic loss is the one that its quadratic model predicts, but for sampled labels."""
     torch.manual_seed(0)
@@ -219,23 +233,12 @@ def test_the_predicted_change_of_the_loss_includes_weight_decay() -> None:
         model.weight.copy_(0.9 * weight)
     options = {"likelihood": "gaussian", "weight_decay": 1.0, "adapt_damping": True, "seed": 0}
     optimizer = NaturalGradient(model, lr=0.5, damping=0.3, **options, **PLAIN)
-    losses = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        outputs = model(x)
-        optimizer.observe(outputs)
-        loss = (outputs - y).square().mean() / 2
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    predicted = []
-    for _ in range(5):
-        optimizer.step(closure)
+    closure, losses, predicted = regression(optimizer, model, x, y), [], []
+    for _ in range(6):
+        losses.append(optimizer.step(closure).item())
         predicted.append(optimizer.preconditioner.predicted_change)
     changes = [after - before for before, after in pairwise(losses)]
-    assert predicted == pytest.approx(changes, rel=0.1)
+    assert predicted[:-1] == pytest.approx(changes, rel=0.1)
 
 
 def test_a_predicted_rise_of_the_loss_never_lowers_the_damping() -> None:
@@ -245,16 +248,7 @@ def test_a_predicted_rise_of_the_loss_never_lowers_the_damping() -> None:
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=D)
     options = {"likelihood": "gaussian", "momentum": 0.9, "adapt_damping": True}
     optimizer = NaturalGradient(model, lr=0.2, damping=0.3, **PLAIN | options)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        outputs = model(x)
-        optimizer.observe(outputs)
-        loss = (outputs - y).square().mean() / 2
-        loss.backward()
-        return loss
-
-    rises = 0
+    closure, rises = regression(optimizer, model, x, y), 0
     for _ in range(60):
         damping, before = optimizer.param_groups[0]["damping"], closure().item()
         optimizer.step(closure)

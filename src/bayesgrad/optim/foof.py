@@ -44,9 +44,9 @@ class FOOF(LayerOptimizer):
         max_norm: c; `inf` for no bound.
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of A.
-        update_every: the largest number of steps between inversions (early in a run, until their number has doubled, or
-            a factor has changed). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted
-            anew.
+        update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
+            doubled, or a factor has changed). After every tenth of them, a factor whose diagonal has changed by a fifth
+            is inverted anew.
         stats_every: steps between updates of A (early in a run, at steps 1, 2, 3, 5, 8 and so on). If it is
             more than 1, four times as many for layers with 512 inputs or more and 16 times fewer outputs.
         stats_rows: about how many rows (pairs of an example and a position) of a batch statistics are formed of: every

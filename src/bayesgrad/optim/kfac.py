@@ -52,9 +52,9 @@ class KFAC(LayerOptimizer):
         likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
             are sampled.
         ema: decay of the averages.
-        update_every: the largest number of steps between inversions (early in a run, until their number has doubled, or
-            a factor has changed). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted
-            anew.
+        update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
+            doubled, or a factor has changed). After every tenth of them, a factor whose diagonal has changed by a fifth
+            is inverted anew.
         stats_every: steps between updates of A and E (early in a run, at steps 1, 2, 3, 5, 8 and so on);
             observe() does nothing in between. If it is more than 1, four times as many for layers with 512 inputs or
             more and 16 times fewer outputs.

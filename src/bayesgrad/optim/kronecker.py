@@ -215,9 +215,9 @@ class KroneckerFilterFP(KroneckerOptimizer):
             whatever `stats_rows` is.
         ema: decay of the moments' averages.
         max_step: c; `inf` for no bound.
-        update_every: the largest number of steps between eigendecompositions (early in a run, until their number has
-            doubled, or a moment has changed). After every tenth of them, moments whose diagonal has changed by a fifth
-            are decomposed anew.
+        update_every: the largest number of steps between eigendecompositions (early in a run, whenever the number of
+            steps has doubled, or a moment has changed). After every tenth of them, moments whose diagonal has changed
+            by a fifth are decomposed anew.
         stats_every: steps between updates of the moments (early in a run, at steps 1, 2, 3, 5, 8 and so on);
             observe() does nothing in between. If it is more than 1, four times as many for layers with 512 inputs or
             more and 16 times fewer outputs.

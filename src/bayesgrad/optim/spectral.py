@@ -42,9 +42,9 @@ class SpectralFOOF(LayerOptimizer):
             has changed by more than a tenth.
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of A.
-        update_every: the largest number of steps between inversions of A (early in a run, until their number has
-            doubled, or A has changed). After every tenth of them, a factor whose diagonal has changed by a fifth is
-            inverted anew.
+        update_every: the largest number of steps between inversions of A (early in a run, whenever the number of
+            steps has doubled, or A has changed). After every tenth of them, a factor whose diagonal has changed by a
+            fifth is inverted anew.
         stats_every: steps between updates of A, as in `FOOF`.
         stats_rows: rows of a batch that A is formed of, as in `FOOF`.
         losses_per_example: as in `FOOF`; A is divided by its mean eigenvalue, so that only the average over batches of
